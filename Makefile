@@ -1,0 +1,82 @@
+# make train   the main job: torchtitan's Llama 3 debug model three times (none, full recomputation, regions) and a table
+# make test    lint, types, import contracts, tests on two torch releases, multi-process tests
+#
+# Each makes its own virtual environments when there are none. Needed beforehand: Python 3.11+ and make.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+
+# The first interpreter on PATH that is new enough; override with `make PYTHON=...`.
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
+    if $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then echo $$p; break; fi; done)
+
+# The oldest torch that is tested; its CPU wheel is enough. Where pip's index offers only CUDA builds, that one is used;
+# FLOOR_PIP_ARGS="--index-url https://download.pytorch.org/whl/cpu --extra-index-url https://pypi.org/simple" asks for CPU.
+FLOOR_TORCH := 2.13.0
+FLOOR_PIP_ARGS ?=
+
+# A stamp in each environment names the pyproject.toml it was installed from: a changed one installs again.
+HASH := $(shell cksum pyproject.toml | cut -d' ' -f1)
+MAIN_STAMP := .venv/.installed-$(HASH)
+FLOOR_STAMP := .venv-floor/.installed-$(HASH)-$(FLOOR_TORCH)
+
+WORKERS ?= 2
+export OMP_NUM_THREADS := 1
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+PIP_INSTALL := -m pip install --quiet --prefer-binary
+
+.PHONY: help train test lint contracts floor-tests multi-gpu-tests main-tests clean
+
+help:
+	@sed -n '1,4p' Makefile | sed 's/^# \{0,1\}//'
+
+train: $(MAIN_STAMP)
+	@.venv/bin/python scripts/train.py $(TRAIN_ARGS)
+
+# In this order, so that the last lines are the summary of the main test run.
+test:
+	@$(MAKE) --no-print-directory lint
+	@$(MAKE) --no-print-directory contracts
+	@$(MAKE) --no-print-directory floor-tests
+	@$(MAKE) --no-print-directory multi-gpu-tests
+	@$(MAKE) --no-print-directory main-tests
+
+lint: $(MAIN_STAMP)
+	@echo "== lint and types"
+	@.venv/bin/ruff check .
+	@.venv/bin/ruff format --check .
+	@.venv/bin/pyright --pythonpath .venv/bin/python
+
+contracts: $(MAIN_STAMP)
+	@echo "== import contracts"
+	@.venv/bin/lint-imports
+
+floor-tests: $(FLOOR_STAMP)
+	@echo "== tests on torch $(FLOOR_TORCH)"
+	@.venv-floor/bin/python -m pytest -n $(WORKERS) tests
+
+multi-gpu-tests: $(MAIN_STAMP)
+	@echo "== multi-process tests under torchrun"
+	@.venv/bin/python multi_gpu_tests/run.py
+
+main-tests: $(MAIN_STAMP)
+	@echo "== tests on the newest torch"
+	@.venv/bin/python -m pytest -n $(WORKERS) tests
+
+$(MAIN_STAMP): pyproject.toml
+	@test -n "$(PYTHON)" || { echo "No Python 3.11 or newer found. To fix: install one, or name it with make PYTHON=/path/to/python"; exit 2; }
+	@echo "== making .venv (torch, torchtitan, development tools; a few minutes the first time)"
+	@test -x .venv/bin/python || $(PYTHON) -m venv .venv
+	@.venv/bin/python $(PIP_INSTALL) -e '.[dev,titan]'
+	@rm -f .venv/.installed-* && touch $@
+
+$(FLOOR_STAMP): pyproject.toml
+	@test -n "$(PYTHON)" || { echo "No Python 3.11 or newer found. To fix: install one, or name it with make PYTHON=/path/to/python"; exit 2; }
+	@echo "== making .venv-floor (torch $(FLOOR_TORCH), development tools)"
+	@test -x .venv-floor/bin/python || $(PYTHON) -m venv .venv-floor
+	@.venv-floor/bin/python $(PIP_INSTALL) $(FLOOR_PIP_ARGS) 'torch==$(FLOOR_TORCH)' -e '.[dev]'
+	@rm -f .venv-floor/.installed-* && touch $@
+
+clean:
+	rm -rf .venv .venv-floor .cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis build dist
