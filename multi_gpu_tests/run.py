@@ -41,7 +41,10 @@ def _run(file: Path, ranks: int, timeout_seconds: float, pytest_arguments: list[
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="torchrun-") as logs:
         torchrun = ["--standalone", f"--nproc-per-node={ranks}", "--redirects=3", f"--log-dir={logs}"]
-        pytest = ["-p", "no:randomly", "-p", "no:cacheprovider", "-p", "no:xdist", "-q", str(file), *pytest_arguments]
+        # A rank that hangs in one test prints every thread's traceback and exits, before the time limit ends it mutely.
+        hang = ["-o", f"faulthandler_timeout={0.75 * timeout_seconds}", "-o", "faulthandler_exit_on_timeout=true"]
+        plugins = ["-p", "no:randomly", "-p", "no:cacheprovider", "-p", "no:xdist"]
+        pytest = [*plugins, *hang, "-q", str(file), *pytest_arguments]
         process = subprocess.Popen(
             [sys.executable, "-m", "torch.distributed.run", *torchrun, "-m", "pytest", *pytest],
             stdout=subprocess.PIPE,
