@@ -202,9 +202,11 @@ def _read_rows(path: Path) -> Rows:
 
 
 def _print_tail(log_path: Path, lines: int = 40) -> None:
-    """The end of a failed run's log."""
+    """The end of what a failed run's ranks wrote, before torchrun's own words about their end."""
+    written = log_path.read_text(encoding="utf-8", errors="replace").splitlines()
+    ends = [number for number, line in enumerate(written) if "torch/distributed/elastic/" in line]
     print(f"\n-- last lines of {log_path}", file=sys.stderr)
-    print("\n".join(log_path.read_text(encoding="utf-8", errors="replace").splitlines()[-lines:]), file=sys.stderr)
+    print("\n".join(written[: ends[0] if ends else None][-lines:]), file=sys.stderr)
 
 
 def _table(results: list[RunResult]) -> str:
