@@ -1,0 +1,29 @@
+"""torch_remat: region-based activation checkpointing for PyTorch. The usual alias is ``remat``."""
+
+from torch_remat.checkpoint import checkpoint
+from torch_remat.diagnostics.trace import collect_trace, trace_scope
+from torch_remat.region import name_scope, recompute_needs_tensor, region, save_for_backward
+from torch_remat.runtime.frame import is_recomputing
+from torch_remat.runtime.hooks import SavedTensorInfo, SavedTensorKind, current_saved_tensor_info, saved_tensors_hooks
+from torch_remat.runtime.placeholder import is_placeholder
+from torch_remat.runtime.state import GeneratorHook, RecomputeStateHook
+
+__version__ = "0.3.0"
+
+__all__ = [
+    "GeneratorHook",
+    "RecomputeStateHook",
+    "SavedTensorInfo",
+    "SavedTensorKind",
+    "checkpoint",
+    "collect_trace",
+    "current_saved_tensor_info",
+    "is_placeholder",
+    "is_recomputing",
+    "name_scope",
+    "recompute_needs_tensor",
+    "region",
+    "save_for_backward",
+    "saved_tensors_hooks",
+    "trace_scope",
+]

@@ -1,0 +1,274 @@
+"""The public ``checkpoint``: wires forward, tape and backward of one call together."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Iterable
+from typing import Any, Generic, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+
+from torch_remat.errors import InvalidTypeError, InvalidValueError, UnsupportedError
+from torch_remat.runtime.backward import Trigger, unpacker
+from torch_remat.runtime.forward import ForwardFrame, early_stop_allowed, run_forward
+from torch_remat.runtime.frame import current_frame, scopes
+from torch_remat.runtime.hooks import HookPair, SavedTensorKind, call_pack, native_pair, top_hooks
+from torch_remat.runtime.plan import body_key
+from torch_remat.runtime.state import Ambient, RecomputeStateHook
+from torch_remat.runtime.tape import Output, OutputKind, Tape, version_of, version_probe
+from torch_remat.runtime.tree import flatten, is_container
+
+__all__ = ["Checkpointed", "checkpoint"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_CHECKS = ("default", "none")
+_sequence_nr = getattr(torch._C._autograd, "_get_sequence_nr", None)
+
+
+class _Options:
+    """What ``checkpoint(...)`` was given, validated."""
+
+    __slots__ = ("check", "hooks", "name", "pair")
+
+    def __init__(self, name: str | None, check: bool, pair: HookPair | None, hooks: tuple[RecomputeStateHook, ...]) -> None:
+        self.name = name
+        self.check = check
+        self.pair = pair
+        self.hooks = hooks
+
+
+def checkpoint(
+    *args: Any,
+    region_name: str | None = None,
+    determinism_check: str = "default",
+    preserve_rng_state: bool = False,
+    saved_tensors_hooks: tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None = None,
+    recompute_state_hooks: Iterable[RecomputeStateHook] = (),
+) -> Callable[[Callable[P, R]], Checkpointed[P, R]]:
+    """Make a function recompute itself in backward, except for its SAVE regions.
+
+    ``checkpoint(region_name="layers.0")(block)(x)`` runs ``block(x)`` and keeps only what replay cannot make again: the inputs it
+    reads, what the SAVE regions (:func:`region` with ``recompute=False``) save for their backward, and those of their outputs that
+    recomputed code reads. Just before the block's backward the body runs once more, SAVE regions excepted.
+
+    Args:
+        region_name: label in errors and reports; need not be unique.
+        determinism_check: ``"default"`` compares shape, dtype and device of what replay saves with forward; ``"none"`` does not.
+        preserve_rng_state: not supported; pass a :class:`GeneratorHook` in ``recompute_state_hooks`` instead. Random numbers drawn
+            in recomputed code without one are an error.
+        saved_tensors_hooks: (pack, unpack) for the inputs, the saves of SAVE regions and the persisted outputs of this checkpoint.
+        recompute_state_hooks: objects with ``snapshot()`` and ``restore(state)``; see :class:`RecomputeStateHook`.
+
+    Returns:
+        A decorator for any callable. The wrapped callable takes and returns what the function does: any arguments, any pytree.
+        Under ``no_grad`` or ``inference_mode``, and when nothing needs a gradient, it runs the function once and keeps nothing.
+
+    Raises:
+        TypeError: ``checkpoint(fn)``: options come first, ``checkpoint(...)(fn)``.
+        NotImplementedError: ``preserve_rng_state`` is true.
+        ValueError: ``determinism_check`` is not one of the allowed values.
+
+    Cost: one more run of the recomputed code, and about the Python overhead of a few operations per call.
+    """
+    if args:
+        raise InvalidTypeError(
+            f"checkpoint() takes 0 positional arguments, its options are keywords; got {type(args[0]).__name__}. "
+            f'To fix: checkpoint(region_name="...")(fn)(*args), or @checkpoint() with parentheses.'
+        )
+    if region_name is not None and not isinstance(region_name, str):
+        raise InvalidTypeError(f"checkpoint expects region_name to be a str or None, got {type(region_name).__name__}.")
+    if determinism_check not in _CHECKS:
+        raise InvalidValueError(f"determinism_check should be one of {_CHECKS}, got {determinism_check!r}.")
+    if preserve_rng_state:
+        raise UnsupportedError(
+            "checkpoint does not preserve torch's RNG state by itself: that would cost a copy of every generator at every SAVE region. "
+            "To fix: checkpoint(..., recompute_state_hooks=(remat.GeneratorHook(),)) for blocks that draw random numbers in "
+            "recomputed code."
+        )
+    options = _Options(
+        region_name, determinism_check == "default", _checked_pair(saved_tensors_hooks), _checked_hooks(recompute_state_hooks)
+    )
+    return functools.partial(_wrap, options)
+
+
+def _wrap(options: _Options, function: Callable[P, R]) -> Checkpointed[P, R]:
+    if not callable(function):
+        raise InvalidTypeError(
+            f"checkpoint(...) expects a function, got {type(function).__name__}. To fix: checkpoint(...)(fn)(*args)."
+        )
+    return Checkpointed(options, function)
+
+
+class Checkpointed(Generic[P, R]):
+    """A callable that runs its function as a checkpoint. Made by :func:`checkpoint`.
+
+    Works as a function and as a method; copying and pickling copy and pickle the function.
+    """
+
+    def __init__(self, options: _Options, function: Callable[P, R]) -> None:
+        self._options = options
+        self.__wrapped__ = function
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        return _call(self._options, self.__wrapped__, args, kwargs)
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        if instance is None:
+            return self
+        bound = self.__wrapped__.__get__(instance, owner)  # type: ignore[attr-defined]
+        return Checkpointed(self._options, bound)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("__wrapped__", "_options"):
+            raise AttributeError(name)  # not set yet: being copied or unpickled
+        return getattr(self.__wrapped__, name)
+
+    def __repr__(self) -> str:
+        return f"<checkpoint {self._options.name or ''} of {self.__wrapped__!r}>"
+
+
+def _call(options: _Options, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if torch.compiler.is_dynamo_compiling():
+        raise UnsupportedError("checkpoint is not supported under torch.compile in this version. To fix: compile what it wraps.")
+    outer = current_frame.get()
+    if outer is not None:
+        return _joined(outer, options, function, args, kwargs)
+    if not torch.is_grad_enabled():
+        return function(*args, **kwargs)
+    if _in_functorch():
+        return function(*args, **kwargs)
+    tape = Tape(options.name, function)
+    pair = options.pair if options.pair is not None else native_pair(top_hooks())
+    leaves = _take_inputs(tape, args, kwargs, pair)
+    tape.ambient = Ambient()
+    tape.key = (body_key(function, leaves), early_stop_allowed())
+    if options.hooks:
+        tape.hooks = options.hooks
+        tape.states = [hook.snapshot() for hook in options.hooks]
+    if _sequence_nr is not None:
+        tape.first_sequence_nr = _sequence_nr()
+    frame = ForwardFrame(tape, tape.key, leaves, pair, options.check, unpacker(tape))
+    result = run_forward(frame, function, args, kwargs)
+    outputs: list[Any] = [result]
+    if is_container(result):
+        outputs = []
+        flatten(result, outputs)
+    frame.finish(outputs)
+    if frame.slots or tape.order:
+        _register(tape, outputs)
+    return result
+
+
+def _register(tape: Tape, outputs: list[Any]) -> None:
+    """Start replay before the first backward node of the block, whichever output backward comes through."""
+    nodes = []
+    for output in outputs:
+        if isinstance(output, Tensor):
+            node = output.grad_fn
+            if node is not None and node not in nodes and node._sequence_nr() >= tape.first_sequence_nr:
+                nodes.append(node)
+                node.register_prehook(Trigger(tape))
+
+
+def _take_inputs(tape: Tape, args: tuple[Any, ...], kwargs: dict[str, Any], pair: HookPair | None) -> list[Any]:
+    """Record the argument leaves on the tape; pack the tensors among them where a pair applies."""
+    leaves: list[Any] = []
+    tape.spec = _spec(args, kwargs, leaves)
+    seen: dict[int, int] = {}
+    for index, leaf in enumerate(leaves):
+        if not isinstance(leaf, Tensor):
+            tape.inputs.append(Output(OutputKind.OBJECT, leaf))
+            continue
+        first = seen.setdefault(id(leaf), index)
+        if first != index:
+            tape.inputs.append(Output(OutputKind.REPEAT, first))
+            continue
+        output = Output(OutputKind.KEPT, leaf, leaf.requires_grad)
+        output.version = version_of(leaf)
+        if pair is not None:
+            output.data = call_pack(pair, leaf, SavedTensorKind.CHECKPOINT_INPUT, pair.capture())
+            output.unpack = pair.unpack
+            output.version = (output.version, version_probe(leaf))
+        tape.inputs.append(output)
+    return leaves
+
+
+def _spec(args: tuple[Any, ...], kwargs: dict[str, Any], leaves: list[Any]) -> Any:
+    if not kwargs and not any(is_container(arg) for arg in args):
+        leaves.extend(args)
+        return _no_kwargs, [None] * len(args)
+    children = [flatten(arg, leaves) for arg in args] + [flatten(value, leaves) for value in kwargs.values()]
+    names = tuple(kwargs)
+    count = len(args)
+
+    def rebuild(items: list[Any]) -> Any:
+        return tuple(items[:count]), dict(zip(names, items[count:], strict=True))
+
+    return rebuild, children
+
+
+def _no_kwargs(items: list[Any]) -> Any:
+    return items, {}
+
+
+def _joined(outer: Any, options: _Options, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A checkpoint inside another one: nothing in a SAVE region, part of the outer one elsewhere."""
+    if outer.inert:
+        return function(*args, **kwargs)
+    if options.hooks or options.pair is not None:
+        raise UnsupportedError(
+            f"nested torch_remat.checkpoint regions are not supported with options of their own: checkpoint "
+            f"{options.name or '<unnamed>'} joins the one around it. To fix: pass recompute_state_hooks and saved_tensors_hooks to the "
+            f"outer checkpoint."
+        )
+    if options.name is None:
+        return function(*args, **kwargs)
+    token = scopes.set((*scopes.get(), outer.inner_name(options.name)))
+    try:
+        return function(*args, **kwargs)
+    finally:
+        scopes.reset(token)
+
+
+def _in_functorch() -> bool:
+    peek = getattr(torch._C._functorch, "peek_interpreter_stack", None)
+    if peek is None or peek() is None:
+        return False
+    warnings.warn(
+        "torch_remat.checkpoint inside a torch.func transform runs its function without recomputation: torch.func does not support "
+        "saved-tensor hooks. The results are right, no memory is saved.",
+        stacklevel=4,
+    )
+    return True
+
+
+def _checked_pair(pair: Any) -> HookPair | None:
+    if pair is None:
+        return None
+    if not isinstance(pair, tuple) or len(pair) != 2 or not all(callable(one) for one in pair):
+        raise InvalidTypeError(
+            f"checkpoint expects saved_tensors_hooks to be a (pack, unpack) pair of callables, got {pair!r}. "
+            f"To fix: saved_tensors_hooks=(pack, unpack); for capture_context use `with remat.saved_tensors_hooks(...)` around the call."
+        )
+    return HookPair(*pair)
+
+
+def _checked_hooks(hooks: Any) -> tuple[RecomputeStateHook, ...]:
+    try:
+        found = tuple(hooks)
+    except TypeError:
+        raise InvalidTypeError(
+            f"checkpoint expects recompute_state_hooks to be an iterable of state hooks, got {type(hooks).__name__}. "
+            f"To fix: recompute_state_hooks=(hook,)."
+        ) from None
+    for hook in found:
+        if not (callable(getattr(hook, "snapshot", None)) and callable(getattr(hook, "restore", None))) or isinstance(hook, type):
+            raise InvalidTypeError(
+                f"checkpoint expects every state hook to have snapshot() and restore(state), got {hook!r}. "
+                f"To fix: pass an instance of a class with both methods; remat.GeneratorHook() is one for random generators."
+            )
+    return found

@@ -1,0 +1,183 @@
+"""The unpack side: a node asks for a slot, the block is replayed once, tensors are handed out and let go.
+
+Rules:
+ 1. Replay starts in a pre-hook of each output's autograd node, before the block's first backward node, and lazily at the first
+    unpack for every other way into the graph.
+ 2. Without ``retain_graph`` a filled slot lives as long as its node: autograd releases the node right after it ran, and the tensor
+    with it. When every living slot is filled nothing can ask for a second replay, and the tape is released.
+ 3. With ``retain_graph`` a node stays. If the running graph task does all of the block's work, each tensor is let go at its last use,
+    and the next backward replays again. If it leaves part of the work undone (the input half of a split backward), the slots stay
+    filled for the rest, and the tape is released.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_remat.errors import InternalError, ModifiedError, display_name
+from torch_remat.runtime.hooks import HookPair, call_unpack
+from torch_remat.runtime.replay import replay
+from torch_remat.runtime.tape import Kept, Packed, Slot, Tape, version_of
+
+__all__ = ["Trigger", "unpacker"]
+
+_engine = torch._C._autograd
+_graph_task_id = torch._C._current_graph_task_id
+_current_node = torch._C._current_autograd_node
+_keep_graph = getattr(_engine, "_get_current_graph_task_keep_graph", None)
+_will_execute = getattr(torch._C, "_will_engine_execute_node", None)
+_LEAF_SEQUENCE_NR = 1 << 62  # AccumulateGrad nodes have the largest number there is
+
+
+class Trigger:
+    """Pre-hook of an output's autograd node (rule 1). Holds no tape: a held output keeps nothing alive."""
+
+    __slots__ = ("_tape",)
+
+    def __init__(self, tape: Tape) -> None:
+        self._tape = weakref.ref(tape)
+
+    def __call__(self, grads: Any) -> None:
+        tape = self._tape()
+        if tape is not None and not tape.released:
+            _ensure_filled(tape)
+
+
+def unpacker(tape: Tape) -> Any:
+    """The unpack hook of a checkpoint. It owns the tape on behalf of the autograd graph."""
+
+    def unpack(payload: Any) -> Tensor:
+        if type(payload) is not Slot:
+            return _resident(payload)
+        tensor = payload.tensor
+        if tensor is None:
+            _ensure_filled(tape)
+            tensor = payload.tensor
+            if tensor is None:
+                raise InternalError(f"replay of {display_name(tape.name)} left a slot empty")
+        if version_of(tensor) != payload.version or payload.version != payload.forward_version:
+            raise ModifiedError(
+                f"One of the variables needed for gradient computation has been modified by an inplace operation: a "
+                f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')} tensor that checkpoint {display_name(tape.name)} saved "
+                f"is at version {version_of(tensor)}, it was saved at version {payload.forward_version}.\n"
+                f"To fix: do not modify it between its use and backward, or use a .clone()."
+            )
+        if _graph_task_id() == -1:
+            payload.tensor = None if not tape.released else tensor
+        elif not tape.released and not _leaves_filled(tape):
+            _handed.add(payload)
+        return tensor
+
+    return unpack
+
+
+def _resident(payload: Any) -> Tensor:
+    """A save that stayed, or that a user's pair packed."""
+    if type(payload) is Kept:
+        if version_of(payload.tensor) != payload.version:
+            raise _modified(payload.label)
+        return payload.tensor
+    if type(payload) is Packed:
+        if version_of(payload.probe) != payload.version:
+            raise _modified(payload.label)
+        return call_unpack(HookPair(_no_pack, payload.unpack), payload.payload, payload.label)
+    raise InternalError(f"unknown payload {type(payload).__name__}")
+
+
+def _no_pack(tensor: Tensor) -> Any:
+    raise InternalError("pack of an unpack-only pair")
+
+
+def _modified(label: str) -> ModifiedError:
+    return ModifiedError(
+        f"{label} was modified in-place after it was saved for backward.\n"
+        f"To fix: do not modify it between its use and backward, or use a .clone()."
+    )
+
+
+def _ensure_filled(tape: Tape) -> None:
+    with tape.lock:
+        if tape.released or not tape.unfilled():
+            return
+        replay(tape)
+        if tape.complete and _graph_task_id() != -1 and _leaves_filled(tape):
+            tape.release()
+
+
+def _leaves_filled(tape: Tape) -> bool:
+    """Whether the running graph task leaves the slots of ``tape`` filled (rules 2 and 3). Decided once per task."""
+    task = _graph_task_id()
+    if tape.task[0] != task:
+        tape.task = (task, not _keeps_graph() or _leaves_work(tape))
+    return tape.task[1]
+
+
+def _keeps_graph() -> bool:
+    """Whether nodes outlive this graph task; where torch cannot tell, as if they did not: slots stay with their nodes."""
+    return _keep_graph is not None and _keep_graph()
+
+
+def _leaves_work(tape: Tape) -> bool:
+    """Whether some node of the block, or some edge out of it, will not run in this graph task."""
+    node = _current_node()
+    if _will_execute is None or node is None:
+        return False
+    seen: set[Any] = set()
+    pending = [node]
+    while pending:
+        node = pending.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        number = node._sequence_nr()
+        try:
+            if not _will_execute(node):
+                return True
+        except RuntimeError:
+            continue  # a leaf whose gradient autograd.grad captures: that work is done
+        if tape.first_sequence_nr <= number < _LEAF_SEQUENCE_NR:
+            pending.extend(edge for edge, _ in node.next_functions if edge is not None)
+    return False
+
+
+class _Handed(threading.local):
+    """Slots whose tensors the present node has been given; they are let go when another node asks, or the task ends.
+
+    A node may read its saved tensors more than once, so the first read cannot be the last use.
+    """
+
+    def __init__(self) -> None:
+        self._task = -1
+        self._node: Any = None
+        self._slots: list[Slot] = []
+
+    def add(self, slot: Slot) -> None:
+        task = _graph_task_id()
+        node = _current_node()
+        if task != self._task:
+            self.let_go()
+            self._task = task
+            torch.autograd.Variable._execution_engine.queue_callback(self.let_go)
+        elif node is not self._node:
+            self._drop()
+        self._node = node
+        self._slots.append(slot)
+
+    def let_go(self) -> None:
+        """Empty what was handed out."""
+        self._drop()
+        self._task = -1
+        self._node = None
+
+    def _drop(self) -> None:
+        for slot in self._slots:
+            slot.tensor = None
+        self._slots.clear()
+
+
+_handed = _Handed()

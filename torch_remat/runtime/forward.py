@@ -1,0 +1,413 @@
+"""The first run of a body and of its regions: fills the tape.
+
+Rules:
+ 1. Saves of recomputed code become slots. The exceptions are parameters and other leaves that the body did not get as arguments:
+    they are held as eager holds them, and checked at unpack.
+ 2. A SAVE region saves natively, with the checkpoint's hooks lifted, unless it saves an argument that replay can make (then the
+    save is a slot, too) or a user's hook pair applies.
+ 3. A SAVE output is persisted only if the plan says that replay reads it. Without a plan that fits everything is persisted.
+ 4. The first call of a body is observed: everything is persisted while it runs and what the new plan does not need is dropped at
+    its end.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_remat.errors import ModifiedError, RandomStateError, display_name
+from torch_remat.runtime import externals, events
+from torch_remat.runtime.frame import Frame, current_frame, scopes
+from torch_remat.runtime.hooks import HookPair, SavedTensorKind, active_pair, call_pack, pop_hooks, push_hooks, top_hooks
+from torch_remat.runtime.observe import Observer, private_copy, random_message, storage_keys
+from torch_remat.runtime.placeholder import can_stand_in, meta_of
+from torch_remat.runtime.plan import Plan, Step, registry
+from torch_remat.runtime.region_saves import RegionSaves
+from torch_remat.runtime.tape import Kept, Output, OutputKind, Region, Slot, Tape, version_of, version_probe
+from torch_remat.runtime.tree import LEAF, flatten, is_container
+
+__all__ = ["ForwardFrame", "run_forward"]
+
+
+class ForwardFrame(Frame):
+    """The pass that fills the tape."""
+
+    def __init__(self, tape: Tape, key: Any, leaves: list[Any], pair: HookPair | None, check: bool, unpack: Any) -> None:
+        super().__init__(tape)
+        self.key = key
+        self.leaves = leaves
+        self.pair = pair
+        self.unpack = unpack
+        self.check = check
+        self.slots = tape.slots
+        self.versions = [version_of(leaf) if isinstance(leaf, Tensor) else 0 for leaf in leaves]
+        self.input_ids = {id(leaf) for leaf in leaves if isinstance(leaf, Tensor)}
+        plans = registry.candidates(key)
+        self.plans: list[Plan] = plans or []
+        self.observer: Observer | None = None
+        if plans is None or (plans and plans[0].wide):
+            self.plans = []
+            self.observer = Observer(tape)
+            self.observer.inputs(leaves)
+        self.declared: list[Any] = []
+
+    # Saves of recomputed code (rule 1) ----------------------------------------------------------------------------------
+
+    def pack(self, tensor: Tensor) -> Any:
+        """Pack hook of recomputed code."""
+        if tensor.requires_grad and tensor.is_leaf and id(tensor) not in self.input_ids:
+            return Kept(tensor, "a parameter")
+        expected = (tensor.shape, tensor.dtype, tensor.device) if self.check else None
+        slot = Slot(expected, version_of(tensor))
+        reference = weakref.ref(slot)
+        self.slots.append(reference)
+        if self.observer is not None:
+            self.observer.saved(reference, tensor)
+        return slot
+
+    # Regions ------------------------------------------------------------------------------------------------------------
+
+    def call_region(self, function: Any, name: str, recompute: bool, args: Any, kwargs: Any) -> Any:
+        """Run one region call and record it."""
+        tape = self.tape
+        name = self.claim(name)
+        record = Region(name, recompute, len(self.slots))
+        step = self._next_step(record)
+        tape.regions[name] = record
+        tape.order.append(record)
+        if events.subscribers:
+            events.emit("region", tape, record)
+        if recompute:
+            if self.observer is not None and self.pair is not None:
+                self._pack_arguments(args, kwargs)
+            return function(*args, **kwargs)
+        return self._call_save(function, record, step, args, kwargs)
+
+    def _next_step(self, record: Region) -> Step | None:
+        """What the plans say about the region starting now; None when none fits."""
+        plans = self.plans
+        if not plans:
+            return None
+        index = len(self.tape.order)
+        if len(plans) == 1:
+            steps = plans[0].steps
+            if index < len(steps):
+                step = steps[index]
+                if (
+                    step.name == record.name
+                    and step.recompute is record.recompute
+                    and step.slots_before == record.slots_before
+                ):
+                    return step
+            self.plans = []
+            return None
+        fitting = [plan for plan in plans if index < len(plan.steps) and _starts(plan.steps[index], record)]
+        self.plans = fitting
+        if not fitting:
+            return None
+        steps_here = [plan.steps[index] for plan in fitting]
+        return _merged(steps_here)
+
+    def _call_save(self, function: Any, record: Region, step: Step | None, args: Any, kwargs: Any) -> Any:
+        pair = active_pair(self, self.pair)
+        observer = self.observer
+        context = None
+        saves = None
+        if pair is not None or observer is not None or (step is not None and step.rebuild):
+            saves = RegionSaves(self, record, step, pair, _leaves_of(args, kwargs))
+        if observer is not None:
+            observer.enter_region(record)
+        ours_on_top = lift(self)
+        if saves is not None:
+            push_hooks(saves.pack, self.unpack)
+        self.inert += 1
+        try:
+            result = function(*args, **kwargs)
+        except Exception as error:
+            record.error = _without_frames(error)
+            raise
+        finally:
+            self.inert -= 1
+            if saves is not None:
+                pop_hooks()
+            if ours_on_top:
+                push_hooks(self.pack, self.unpack)
+        if pair is not None:
+            context = pair.capture()
+        if self.tape.hooks:
+            record.exit_states = [hook.snapshot() for hook in self.tape.hooks]
+        leaves = self._record_outputs(record, step, result, saves, pair, context, args, kwargs)
+        if observer is not None:
+            observer.leave_region(record, leaves)
+        return result
+
+    # Outputs of SAVE regions (rule 3) -----------------------------------------------------------------------------------
+
+    def _record_outputs(
+        self,
+        record: Region,
+        step: Step | None,
+        result: Any,
+        saves: RegionSaves | None,
+        pair: HookPair | None,
+        context: object,
+        args: Any,
+        kwargs: Any,
+    ) -> list[Any]:
+        if is_container(result):
+            leaves: list[Any] = []
+            record.spec = flatten(result, leaves)
+        else:
+            leaves = [result]
+            record.spec = LEAF
+        arguments = saves.leaves if saves is not None else _leaves_of(args, kwargs)
+        seen: dict[int, int] = {}
+        for position, leaf in enumerate(leaves):
+            if not isinstance(leaf, Tensor):
+                record.outputs.append(Output(OutputKind.OBJECT, leaf))
+                continue
+            first = seen.setdefault(id(leaf), position)
+            if first != position:
+                record.outputs.append(Output(OutputKind.REPEAT, first))
+                continue
+            output = _from_argument(leaf, arguments)
+            if output is None or (step is not None and position in step.keep):
+                keep = step is None or position in step.keep or not can_stand_in(leaf)
+                if keep:
+                    clone = step is not None and position in step.clone
+                    output = self._kept(record, leaf, clone, pair, context, saves)
+                else:
+                    output = Output(OutputKind.PLACEHOLDER, None, meta_of(leaf))
+            record.outputs.append(output)
+        return leaves
+
+    def _kept(
+        self, record: Region, leaf: Tensor, clone: bool, pair: HookPair | None, context: object, saves: RegionSaves | None
+    ) -> Output:
+        output = Output(OutputKind.KEPT, None, leaf.requires_grad)
+        output.version = version_of(leaf)
+        if clone:
+            output.data = private_copy(leaf)
+            output.cloned = True
+        else:
+            output.data = leaf.detach()
+        if pair is not None:
+            output.unpack = (pair, context, saves)  # type: ignore[assignment] - packed when a reader is known
+            if self.observer is None:
+                self.pack_output(output)
+        return output
+
+    def pack_output(self, output: Output) -> None:
+        """Hand a persisted output to its hook pair, once."""
+        waiting = output.unpack
+        if not isinstance(waiting, tuple):
+            return
+        pair, context, saves = waiting
+        tensor = output.data
+        shared = None if output.cloned or saves is None else saves.packed_twin(tensor)
+        if shared is not None:
+            output.data = shared
+        else:
+            output.data = call_pack(pair, tensor, SavedTensorKind.SAVE_OUTPUT, context)
+        output.version = (output.version, None if output.cloned else version_probe(tensor))
+        output.unpack = pair.unpack
+
+    def _pack_arguments(self, args: Any, kwargs: Any) -> None:
+        """A recomputed region is about to read these: pack those that SAVE regions made, in the order of the calls."""
+        wanted = {key for leaf in _leaves_of(args, kwargs) if isinstance(leaf, Tensor) for key in storage_keys(leaf)}
+        for region in self.tape.order:
+            for output in region.outputs:
+                if output.kind is OutputKind.KEPT and isinstance(output.unpack, tuple):
+                    if any(key in wanted for key in storage_keys(output.data)):
+                        self.pack_output(output)
+
+    def declare(self, tensors: tuple[Tensor, ...]) -> None:
+        """``recompute_needs_tensor`` in forward; a plan that fits has learned it."""
+        if self.observer is not None:
+            for tensor in tensors:
+                self.observer.declare(tensor)
+
+    # The end of the body (rule 4) ---------------------------------------------------------------------------------------
+
+    def finish(self, outputs: list[Any]) -> None:
+        """Settle what is kept, check what was modified, complete the tape."""
+        tape = self.tape
+        plan = self._settle(outputs)
+        tape.fits = plan is not None
+        if plan is not None:
+            tape.to_end = plan.to_end
+            if plan.random is not None and not tape.hooks:
+                raise RandomStateError(random_message(tape.name, plan.random, torch.default_generator, False))
+            if plan.externals:
+                tape.externals = externals.locate(tape.function, plan.externals)
+        else:
+            tape.to_end = True
+        tape.to_end = tape.to_end or not early_stop_allowed()
+        self._keep_inputs(plan)
+        if any(reference() is not None for reference in self.slots) or tape.rebuilds_alive():
+            self._check_versions()
+        tape.complete = True
+
+    def _settle(self, outputs: list[Any]) -> Plan | None:
+        tape = self.tape
+        if self.observer is not None:
+            plan = self.observer.plan(tape.function, outputs, early_stop_allowed())
+            for record, step in zip(tape.order, plan.steps, strict=True):
+                self._drop_unneeded(record, step)
+            registry.learn(self.key, plan)
+            return plan
+        count, regions = len(self.slots), len(tape.order)
+        for plan in self.plans:
+            if plan.slots == count and len(plan.steps) == regions:
+                return plan
+        steps = tuple(Step(record.name, record.recompute, record.slots_before) for record in tape.order)
+        registry.learn(self.key, Plan(steps, count, wide=True))
+        return None
+
+    def _drop_unneeded(self, record: Region, step: Step) -> None:
+        for position, output in enumerate(record.outputs):
+            if output.kind is not OutputKind.KEPT:
+                continue
+            tensor = output.data
+            if position in step.keep or (isinstance(tensor, Tensor) and not can_stand_in(tensor)):
+                self.pack_output(output)
+            elif isinstance(tensor, Tensor) and (output.unpack is None or isinstance(output.unpack, tuple)):
+                meta = meta_of(tensor)._replace(requires_grad=bool(output.meta))
+                output.kind, output.data, output.meta, output.unpack = OutputKind.PLACEHOLDER, None, meta, None
+
+    def _keep_inputs(self, plan: Plan | None) -> None:
+        tape = self.tape
+        for index, output in enumerate(tape.inputs):
+            if output.kind is not OutputKind.KEPT or output.unpack is not None or plan is None or index in plan.inputs:
+                continue
+            tensor = output.data
+            if can_stand_in(tensor) and not (tensor.is_leaf and tensor.requires_grad):
+                output.kind, output.data, output.meta = OutputKind.PLACEHOLDER, None, meta_of(tensor)
+
+    def _check_versions(self) -> None:
+        """What replay will read must still be what it was when the body got or made it."""
+        tape = self.tape
+        for index, output in enumerate(tape.inputs):
+            if output.kind is OutputKind.KEPT and output.unpack is None and version_of(output.data) != self.versions[index]:
+                raise ModifiedError(
+                    f"The body of checkpoint {display_name(tape.name)} modifies its input {index} in place, and replay has to read "
+                    f"the input as it was.\nTo fix: work on a copy (x = x.clone()) inside the body."
+                )
+        for record in tape.order:
+            for position, output in enumerate(record.outputs):
+                if output.kind is OutputKind.KEPT and not output.cloned and _changed(output):
+                    registry.forget(self.key)
+                    raise ModifiedError(
+                        f"Output {position} of region {display_name(tape.name, record.name)} was modified in-place after the region "
+                        f"returned it, and replay has to read it as it was.\n"
+                        f"To fix: modify a .clone() of it, or move the in-place operation into the region."
+                    )
+
+
+def run_forward(frame: ForwardFrame, function: Any, args: Any, kwargs: Any) -> Any:
+    """Run the body under ``frame``; leaves no trace when it raises."""
+    token = current_frame.set(frame)
+    frame.tape.scopes = scopes.get()
+    try:
+        push_hooks(frame.pack, frame.unpack)
+        try:
+            if frame.observer is None:
+                return function(*args, **kwargs)
+            with frame.observer:
+                return function(*args, **kwargs)
+        finally:
+            pop_hooks()
+    finally:
+        current_frame.reset(token)
+
+
+def early_stop_allowed() -> bool:
+    """False inside ``torch.utils.checkpoint.set_checkpoint_early_stop(False)``."""
+    module = sys.modules.get("torch.utils.checkpoint")
+    return getattr(module, "_enable_checkpoint_early_stop", None) is not False
+
+
+def lift(frame: Frame) -> bool:
+    """Take this frame's hooks off the stack if they are on top; hooks that the body entered above them stay."""
+    top = top_hooks()
+    if top is not None and getattr(top[0], "__self__", None) is frame:
+        pop_hooks()
+        return True
+    return False
+
+
+def _leaves_of(args: Any, kwargs: Any) -> list[Any]:
+    for arg in args:
+        if is_container(arg):
+            break
+    else:
+        if not kwargs:
+            return list(args)
+    leaves: list[Any] = []
+    for arg in args:
+        flatten(arg, leaves)
+    for value in kwargs.values():
+        flatten(value, leaves)
+    return leaves
+
+
+def _from_argument(leaf: Tensor, arguments: list[Any]) -> Output | None:
+    """The record for an output that is an argument or a plain view of one."""
+    base = leaf._base if type(leaf) is Tensor else None
+    for index, argument in enumerate(arguments):
+        if argument is leaf:
+            return Output(OutputKind.ARGUMENT, index)
+    if base is None:
+        return None
+    for index, argument in enumerate(arguments):
+        if (
+            type(argument) is Tensor
+            and (argument is base or argument._base is base)
+            and argument.dtype is leaf.dtype
+            and argument.is_conj() == leaf.is_conj()
+            and argument.is_neg() == leaf.is_neg()
+            and argument._version == leaf._version
+        ):
+            geometry = (leaf.shape, leaf.stride(), leaf.storage_offset() - argument.storage_offset())
+            return Output(OutputKind.ARGUMENT_VIEW, index, (geometry, argument.shape, argument.stride()))
+    return None
+
+
+def _changed(output: Output) -> bool:
+    if isinstance(output.version, tuple):
+        version, probe = output.version
+        return probe is not None and probe._version != version
+    return version_of(output.data) != output.version
+
+
+def _without_frames(error: Exception) -> Exception:
+    """A copy of ``error`` that holds no frames (and so no tensors of the body)."""
+    try:
+        twin = copy.copy(error)
+    except Exception:  # noqa: BLE001 - an exception that cannot be copied is kept as it is
+        twin = error
+    return twin.with_traceback(None) if twin is not error else error
+
+
+def _starts(step: Step, record: Region) -> bool:
+    return step.name == record.name and step.recompute is record.recompute and step.slots_before == record.slots_before
+
+
+def _merged(steps: list[Step]) -> Step:
+    """Keep what any of ``steps`` keeps: which path this call takes is not known yet."""
+    first = steps[0]
+    if all(step == first for step in steps):
+        return first
+    return Step(
+        first.name,
+        first.recompute,
+        first.slots_before,
+        frozenset().union(*[step.keep for step in steps]),
+        frozenset().union(*[step.clone for step in steps]),
+        frozenset.intersection(*[step.rebuild for step in steps]),
+    )

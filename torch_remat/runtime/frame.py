@@ -1,0 +1,74 @@
+"""What is live while a body runs: the frame of its pass, and the open name scopes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextvars import ContextVar
+from typing import Any
+
+from torch import Tensor
+
+from torch_remat.errors import DuplicateNameError, display_name
+from torch_remat.runtime.tape import Tape
+
+__all__ = ["Frame", "current_frame", "is_recomputing", "qualified", "scopes"]
+
+
+class Frame:
+    """One pass over a body. Subclasses are the two passes; see ``forward.py`` and ``replay.py``."""
+
+    replaying = False
+
+    def __init__(self, tape: Tape) -> None:
+        self.tape = tape
+        self.inert = 0  # above zero inside the body of a SAVE region: annotations there do nothing
+        self.names: set[str] = set()
+        self.inner_checkpoints: dict[str, int] = {}
+
+    def claim(self, name: str) -> str:
+        """The qualified form of ``name``, which no region of this pass has had yet."""
+        name = qualified(name)
+        if name in self.names:
+            phase = "recompute" if self.replaying else "forward"
+            raise DuplicateNameError(
+                f"Duplicate torch_remat region name {display_name(self.tape.name, name)} during {phase}. "
+                f"To fix: give each call of a region in one checkpoint its own name, "
+                f'for example with `with remat.name_scope(f"step{{i}}"):` around it.'
+            )
+        self.names.add(name)
+        return name
+
+    def inner_name(self, name: str) -> str:
+        """The name of a checkpoint inside this one: as given, the second of its name with ``#2`` behind, and so on."""
+        count = self.inner_checkpoints[name] = self.inner_checkpoints.get(name, 0) + 1
+        return name if count == 1 else f"{name}#{count}"
+
+    def declare(self, tensors: tuple[Tensor, ...]) -> None:
+        """``recompute_needs_tensor`` in this pass."""
+
+    def name_saves(self, saved: Mapping[str, Tensor | None]) -> None:
+        """``save_for_backward`` in this pass."""
+
+    def call_region(self, function: Any, name: str, recompute: bool, args: Any, kwargs: Any) -> Any:
+        """Run one region call of this pass."""
+        raise NotImplementedError
+
+
+current_frame: ContextVar[Frame | None] = ContextVar("torch_remat_frame", default=None)
+scopes: ContextVar[tuple[str, ...]] = ContextVar("torch_remat_scopes", default=())
+
+
+def qualified(name: str) -> str:
+    """``name`` behind the open name scopes, joined by ``/``."""
+    prefix = scopes.get()
+    return "/".join((*prefix, name)) if prefix else name
+
+
+def is_recomputing() -> bool:
+    """Whether the code asking is being replayed.
+
+    True only while a checkpoint's body runs again inside backward; False in the forward, in backward code, outside, and in threads
+    that the body starts. Use it to guard side effects that must happen once.
+    """
+    frame = current_frame.get()
+    return frame is not None and frame.replaying

@@ -1,0 +1,464 @@
+"""The first call of a body: a dispatch mode that learns what replay will read.
+
+It records the operations of recomputed code as a graph over storages: an operation reads the last writers of its arguments'
+storages and becomes the writer of its outputs'. Views make no node. A SAVE region is a black box: its outputs are sources, like
+the checkpoint's inputs. A backward slice from the slots that are alive at the end of the body (and from reads that become Python
+values, writes and collectives before the last of them) names the sources that replay reads; see :meth:`Observer.plan`.
+
+Kernels that the dispatcher does not see inside a custom ``autograd.Function`` are covered by the autograd graph: such a node reads
+what its edges lead to. Those outside one meet an error at the placeholder's data pointer in replay.
+
+Storages are identified by weak references, so observing keeps no memory alive beyond the outputs of SAVE regions.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+
+from torch_remat.errors import ModifiedError, RandomStateError, display_name
+from torch_remat.runtime import externals
+from torch_remat.runtime.placeholder import METADATA_ONLY, user_line
+from torch_remat.runtime.plan import Plan, Step
+from torch_remat.runtime.state import GeneratorGuard
+from torch_remat.runtime.tape import Output, OutputKind, Region, Slot, Tape
+
+__all__ = ["Observer", "storage_keys", "tensors_in"]
+
+_sequence_nr = getattr(torch._C._autograd, "_get_sequence_nr", None)
+_OP, _INPUT, _OUTPUT, _EXTERNAL, _STALE = range(5)
+
+
+class _Node(NamedTuple):
+    kind: int
+    reads: tuple[int, ...]
+    detail: Any  # _INPUT: leaf; _OUTPUT: (region index, leaf); _EXTERNAL: storage; _STALE: region name; _OP: label
+
+
+class _Event(NamedTuple):
+    """A saved tensor of recomputed code: its slot, the node that made it, and how many nodes there were then."""
+
+    slot: weakref.ref[Slot]
+    node: int | None
+    position: int
+    storage: int | None
+
+
+def storage_keys(tensor: Tensor) -> list[int]:
+    """Identities of the storages under ``tensor`` (several for a wrapper subclass, none for what has no storage)."""
+    if is_traceable_wrapper_subclass(tensor):
+        return [key for name in tensor.__tensor_flatten__()[0] for key in storage_keys(getattr(tensor, name))]
+    try:
+        return [tensor.untyped_storage()._cdata]
+    except (NotImplementedError, RuntimeError):
+        return []
+
+
+def _storages(tensor: Tensor) -> Iterator[Any]:
+    if is_traceable_wrapper_subclass(tensor):
+        for name in tensor.__tensor_flatten__()[0]:
+            yield from _storages(getattr(tensor, name))
+        return
+    try:
+        yield tensor.untyped_storage()
+    except (NotImplementedError, RuntimeError):
+        return
+
+
+def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
+    """The tensors among ``values`` and in the lists and tuples there."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from tensors_in(value)
+        elif isinstance(value, dict):
+            yield from tensors_in(value.values())
+
+
+class _WeakStorage:
+    """Keeps a storage's identity from being reused, not its memory."""
+
+    __slots__ = ("_reference",)
+
+    def __init__(self, storage: Any) -> None:
+        self._reference = storage._weak_ref()
+
+    def __del__(self) -> None:
+        torch.UntypedStorage._free_weak_ref(self._reference)
+
+
+class Observer(TorchDispatchMode):
+    """Active during the first forward of a body; see the top of this file."""
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Compiled functions stay compiled while we look."""
+        return True
+
+    def __init__(self, tape: Tape) -> None:
+        super().__init__()
+        self._tape = tape
+        self._nodes: list[_Node] = []
+        self._writer: dict[int, int] = {}
+        self._weak: dict[int, _WeakStorage] = {}
+        self._events: list[_Event] = []
+        self._roots: list[int] = []
+        self._writes: list[tuple[int, int]] = []  # (position, storage) of in-place operations in recomputed code
+        self._origins: dict[int, list[Output]] = {}  # storage -> persisted outputs on it, copied before they are modified
+        self._external_writes: dict[int, tuple[Tensor, int, str]] = {}
+        self._in_region: Region | None = None
+        self._region_writes: set[int] = set()
+        self._region_start = 0
+        self._spans: list[tuple[int, int]] = []  # autograd sequence numbers of SAVE regions
+        self._declared: set[tuple[int, int]] = set()
+        self._rebuild_arguments: dict[int, set[int]] = {}
+        self._makers: dict[tuple[str, int], int] = {}  # autograd node of an output -> graph node
+        self._overwritten: list[tuple[int, int, str]] = []  # a SAVE region modified another's output: nodes before and after
+        self.random: str | None = None
+
+    # What forward reports -----------------------------------------------------------------------------------------------
+
+    def inputs(self, leaves: list[Any]) -> None:
+        """The checkpoint's argument leaves."""
+        for index, leaf in enumerate(leaves):
+            if isinstance(leaf, Tensor):
+                self._own(leaf, self._add(_INPUT, (), index), overwrite=False)
+
+    def saved(self, slot: weakref.ref[Slot], tensor: Tensor) -> None:
+        """Recomputed code saves ``tensor`` in ``slot``."""
+        keys = storage_keys(tensor)
+        for key in keys:
+            self._events.append(_Event(slot, self._writer.get(key), len(self._nodes), key))
+        if not keys:
+            self._events.append(_Event(slot, None, len(self._nodes), None))
+
+    def rebuild(self, slot: weakref.ref[Slot], region_index: int, argument: int, tensor: Tensor) -> None:
+        """The SAVE region saves a recomputed argument, which replay will rebuild."""
+        self._rebuild_arguments.setdefault(region_index, set()).add(argument)
+        for key in storage_keys(tensor):
+            self._events.append(_Event(slot, self._writer.get(key), self._region_start, key))
+
+    def is_recomputed(self, tensor: Tensor) -> bool:
+        """Whether recomputed code of this body made ``tensor``."""
+        keys = storage_keys(tensor)
+        return bool(keys) and all(
+            (node := self._writer.get(key)) is not None and self._nodes[node].kind == _OP for key in keys
+        )
+
+    def enter_region(self, region: Region) -> None:
+        """A SAVE region starts."""
+        self._in_region = region
+        self._region_writes = set()
+        self._region_start = len(self._nodes)
+        if _sequence_nr is not None:
+            self._spans.append((_sequence_nr(), -1))
+
+    def leave_region(self, region: Region, leaves: list[Any]) -> None:
+        """A SAVE region returned ``leaves``; classify its outputs."""
+        self._in_region = None
+        if self._spans and _sequence_nr is not None:
+            self._spans[-1] = (self._spans[-1][0], _sequence_nr())
+        index = len(self._tape.order) - 1
+        stale = set(self._region_writes)
+        for position, leaf in enumerate(leaves):
+            if not isinstance(leaf, Tensor) or position >= len(region.outputs):
+                continue
+            output = region.outputs[position]
+            for key in storage_keys(leaf):
+                if key not in self._writer or key in self._region_writes:
+                    if key in self._writer and output.kind in (OutputKind.ARGUMENT, OutputKind.ARGUMENT_VIEW):
+                        output.kind, output.data = OutputKind.KEPT, leaf.detach()
+                        output.version = output.data._version
+                    stale.discard(key)
+                    node = self._add(_OUTPUT, (), (index, position))
+                    if key in self._writer:
+                        self._overwritten.append((self._writer[key], node, region.name))
+                    self._own(leaf, node, overwrite=True)
+                    if leaf.grad_fn is not None:
+                        self._makers[leaf.grad_fn.name(), leaf.grad_fn._sequence_nr()] = node
+                elif output.kind is OutputKind.KEPT and self._nodes[self._writer[key]].kind != _OUTPUT:
+                    self._declared.add((index, position))  # an alias of something captured: only the tape can give it back
+                elif output.kind is OutputKind.KEPT:
+                    other, _ = self._nodes[self._writer[key]].detail
+                    if other != index:
+                        self._declared.add((index, position))
+                self._origins.setdefault(key, []).append(output)
+        for key in stale:
+            kind = self._nodes[self._writer[key]].kind if key in self._writer else _EXTERNAL
+            if kind != _EXTERNAL:
+                self._writer[key] = self._add(_STALE, (self._writer[key],), region.name)
+
+    def declare(self, tensor: Tensor) -> bool:
+        """``recompute_needs_tensor``: persist every output of SAVE regions on the storage of ``tensor``."""
+        found = False
+        for key in storage_keys(tensor):
+            node = self._writer.get(key)
+            if node is not None and self._nodes[node].kind == _OUTPUT:
+                self._declared.add(self._nodes[node].detail)
+                found = True
+        return found
+
+    # The dispatch mode --------------------------------------------------------------------------------------------------
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        schema = getattr(func, "_schema", None)
+        written = _written(schema, args, kwargs) if schema is not None and schema.is_mutable else []
+        if written:
+            self._before_write(written, schema.name)
+        if self._in_region is not None:
+            self._region_writes.update(key for tensor in written for key in storage_keys(tensor))
+            return func(*args, **kwargs)
+        tags = getattr(func, "tags", ())
+        if torch.Tag.nondeterministic_seeded in tags:
+            result = self._watch_random(func, args, kwargs)
+        else:
+            result = func(*args, **kwargs)
+        self._record(func, schema, tags, args, kwargs, written, result)
+        return result
+
+    def _record(
+        self, func: Any, schema: Any, tags: Any, args: Any, kwargs: dict[str, Any], written: list[Tensor], result: Any
+    ) -> None:
+        name = schema.name if schema is not None else str(func)
+        read_keys = [key for tensor in tensors_in((args, kwargs)) for key in storage_keys(tensor)]
+        results = list(tensors_in((result,)))
+        if not written and results:
+            made = [key for tensor in results for key in storage_keys(tensor)]
+            if made and all(key in read_keys for key in made):
+                return  # a view reads nothing
+        reads: tuple[int, ...] = ()
+        if name not in METADATA_ONLY:
+            reads = tuple({self._source(key): None for key in read_keys})
+        node = self._add(_OP, reads, f"{name.removeprefix('aten::')} at {user_line()}")
+        for tensor in (*results, *written):
+            self._own(tensor, node, overwrite=bool(written) or not _shares(tensor, read_keys))
+        for tensor in written:
+            self._writes.extend((node, key) for key in storage_keys(tensor))
+        if (
+            written
+            or not results
+            or torch.Tag.data_dependent_output in tags
+            or torch.Tag.dynamic_output_shape in tags
+            or name.startswith(("c10d", "_c10d"))
+        ) and name not in METADATA_ONLY:
+            self._roots.append(node)
+
+    def _watch_random(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        own = kwargs.get("generator")
+        own = next((value for value in args if isinstance(value, torch.Generator)), own)
+        before = own.get_state() if own is not None else None
+        guard = GeneratorGuard()
+        result = func(*args, **kwargs)
+        moved = guard.moved()
+        if own is not None and before is not None and not torch.equal(before, own.get_state()):
+            moved = own
+        if moved is not None:
+            where = f"{func._schema.name.removeprefix('aten::')} at {user_line()}"
+            self.random = self.random or where
+            if not self._tape.hooks:
+                raise RandomStateError(random_message(self._tape.name, where, moved, own is moved))
+        return result
+
+    def _before_write(self, written: list[Tensor], name: str) -> None:
+        """Copy the persisted outputs that are about to be modified, and remember writes to what the body did not make."""
+        for tensor in written:
+            for key in storage_keys(tensor):
+                for output in self._origins.pop(key, ()):
+                    if output.kind is OutputKind.KEPT and output.unpack is None and not output.cloned:
+                        output.data = private_copy(output.data)
+                        output.cloned = True
+                if key not in self._writer and self._in_region is None and key not in self._external_writes:
+                    try:
+                        self._external_writes[key] = (tensor, tensor._version, f"{name} at {user_line()}")
+                    except RuntimeError:
+                        continue
+
+    def _source(self, key: int) -> int:
+        node = self._writer.get(key)
+        if node is None:
+            node = self._add(_EXTERNAL, (), key)
+            self._writer[key] = node
+        return node
+
+    def _own(self, tensor: Tensor, node: int, *, overwrite: bool) -> None:
+        for storage in _storages(tensor):
+            key = storage._cdata
+            if overwrite or key not in self._writer:
+                self._writer[key] = node
+            if key not in self._weak:
+                self._weak[key] = _WeakStorage(storage)
+
+    def _add(self, kind: int, reads: tuple[int, ...], detail: Any) -> int:
+        self._nodes.append(_Node(kind, reads, detail))
+        return len(self._nodes) - 1
+
+    # What was learned ---------------------------------------------------------------------------------------------------
+
+    def plan(self, function: Any, outputs: list[Any], early_stop: bool) -> Plan:
+        """The plan for the path just observed. Raises ``ModifiedError`` for what no replay can reproduce."""
+        alive = [event for event in self._events if event.slot() is not None]
+        last = max((event.position for event in alive), default=-1)
+        saved = {event.storage for event in alive}
+        to_end = any(node >= last and key in saved for node, key in self._writes)
+        if alive and (to_end or not early_stop):
+            last = len(self._nodes)
+        starts = [event.node for event in alive if event.node is not None]
+        starts += [root for root in self._roots if root < last]
+        readers: dict[int, str] = {}
+        needed = self._slice(starts, readers)
+        self._join_functions(outputs, needed, readers)
+        self._check(needed)
+        keep: dict[int, set[int]] = {}
+        inputs: set[int] = set()
+        for node in needed:
+            kind, _, detail = self._nodes[node]
+            if kind == _OUTPUT:
+                keep.setdefault(detail[0], set()).add(detail[1])
+            elif kind == _INPUT:
+                inputs.add(detail)
+        for region_index, position in self._declared if alive else ():
+            keep.setdefault(region_index, set()).add(position)
+        steps = tuple(self._step(index, region, keep.get(index, set()), readers) for index, region in enumerate(self._tape.order))
+        wanted = {self._nodes[node].detail for node in needed if self._nodes[node].kind == _EXTERNAL}
+        found = externals.paths(function, lambda tensor: any(key in wanted for key in storage_keys(tensor))) if wanted else ()
+        return Plan(steps, len(self._tape.slots), frozenset(inputs), to_end, self.random, found)
+
+    def _step(self, index: int, region: Region, keep: set[int], readers: dict[int, str]) -> Step:
+        shared = _with_siblings(region, keep)
+        named = {self._nodes[node].detail: label for node, label in readers.items() if self._nodes[node].kind == _OUTPUT}
+        return Step(
+            region.name,
+            region.recompute,
+            region.slots_before,
+            frozenset(shared),
+            frozenset(position for position in shared if region.outputs[position].cloned),
+            frozenset(self._rebuild_arguments.get(index, ())),
+            tuple((position, named[index, position]) for position in sorted(keep) if (index, position) in named),
+        )
+
+    def _slice(self, starts: list[int], readers: dict[int, str]) -> set[int]:
+        needed: set[int] = set()
+        pending = sorted(set(starts), reverse=True)
+        while pending:
+            node = pending.pop()
+            if node in needed:
+                continue
+            needed.add(node)
+            for read in self._nodes[node].reads:
+                readers.setdefault(read, self._nodes[node].detail)
+                pending.append(read)
+        return needed
+
+    def _join_functions(self, outputs: list[Any], needed: set[int], readers: dict[int, str]) -> None:
+        """Add the sources that custom autograd Functions of recomputed code read, which the dispatcher may not have seen."""
+        if not self._makers:
+            return
+        first = self._tape.first_sequence_nr
+        seen: set[Any] = set()
+        pending = [one.grad_fn for one in outputs if isinstance(one, Tensor) and one.grad_fn is not None]
+        while pending:
+            function = pending.pop()
+            if function in seen or function._sequence_nr() < first or function._sequence_nr() > 1 << 62:
+                continue
+            seen.add(function)
+            following = [edge for edge, _ in function.next_functions if edge is not None]
+            if isinstance(function, torch.autograd.function.BackwardCFunction) and not self._in_span(function._sequence_nr()):
+                for edge in following:
+                    maker = self._makers.get((edge.name(), edge._sequence_nr()))
+                    if maker is not None and maker not in needed:
+                        needed.add(maker)
+                        readers.setdefault(maker, type(function).__name__.removesuffix("Backward"))
+            pending.extend(following)
+
+    def _in_span(self, number: int) -> bool:
+        return any(start <= number < end for start, end in self._spans)
+
+    def _check(self, needed: set[int]) -> None:
+        """Refuse what replay could not reproduce."""
+        for node in needed:
+            kind, _, detail = self._nodes[node]
+            if kind == _STALE:
+                raise ModifiedError(
+                    f"Region {display_name(self._tape.name, detail)} (recompute=False) modifies one of its arguments in place, and "
+                    f"recomputed code reads that tensor afterwards; replay skips the region, so the change would be missing.\n"
+                    f"To fix: return the modified tensor from the region and use the returned one, work on a .clone() inside the "
+                    f"region, or mark it recompute=True."
+                )
+        for before, after, name in self._overwritten:
+            if before in needed and after in needed:
+                raise ModifiedError(
+                    f"Region {display_name(self._tape.name, name)} (recompute=False) modifies a tensor in place that recomputed code "
+                    f"reads both before and after; replay skips the region and could serve only one of the two values.\n"
+                    f"To fix: work on a .clone() inside the region and use what it returns."
+                )
+        if self._tape.hooks:
+            return  # the user carries state; what is modified outside the body is theirs to restore
+        for key, (tensor, version, where) in self._external_writes.items():
+            writers = {node for node, written in self._writes if written == key}
+            read = any(writers & set(self._nodes[node].reads) and node not in writers for node in needed)
+            if read and tensor._version != version:
+                raise ModifiedError(
+                    f"Recomputed code of checkpoint {display_name(self._tape.name)} modifies a tensor from outside in place "
+                    f"({where}) and reads it afterwards; a replay would modify it a second time and compute something else.\n"
+                    f"To fix: put that code in a region with recompute=False, or pass a state hook that restores the tensor "
+                    f"(recompute_state_hooks=...)."
+                )
+
+
+def private_copy(tensor: Tensor) -> Tensor:
+    """A copy with the geometry of ``tensor`` that shares nothing with it."""
+    with torch.no_grad():
+        if is_traceable_wrapper_subclass(tensor) or tensor.layout is not torch.strided:
+            return tensor.detach().clone()
+        copy = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+        return copy.copy_(tensor.detach())
+
+
+def random_message(checkpoint: str | None, where: str, generator: torch.Generator, own: bool) -> str:
+    """The text of every refusal of random numbers in recomputed code."""
+    device = str(generator.device)
+    hook = "remat.GeneratorHook(generator)" if own else f'remat.GeneratorHook("{device}")'
+    return (
+        f"Recomputed code of checkpoint {display_name(checkpoint)} draws random numbers ({where}), and no state hook restores the "
+        f"{'generator it was given' if own else f'generator of {device}'} for replay: the numbers would differ between forward and "
+        f"replay, and the gradients would be wrong.\n"
+        f"To fix: remat.checkpoint(..., recompute_state_hooks=({hook},)), or put the random operation in a region with "
+        f"recompute=False."
+    )
+
+
+def _written(schema: Any, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
+    found: list[Tensor] = []
+    for position, argument in enumerate(schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        value = args[position] if position < len(args) else kwargs.get(argument.name)
+        found.extend(tensors_in((value,)))
+    return found
+
+
+def _shares(tensor: Tensor, keys: list[int]) -> bool:
+    return any(key in keys for key in storage_keys(tensor))
+
+
+def _with_siblings(region: Region, keep: set[int]) -> set[int]:
+    """``keep`` and the outputs on the same storages, which cost nothing more."""
+    kept_keys = {key for position in keep for key in _data_keys(region.outputs[position])}
+    return {
+        position
+        for position, output in enumerate(region.outputs)
+        if output.kind is OutputKind.KEPT and (position in keep or any(key in kept_keys for key in _data_keys(output)))
+    }
+
+
+def _data_keys(output: Output) -> list[int]:
+    return storage_keys(output.data) if isinstance(output.data, Tensor) else []

@@ -1,0 +1,129 @@
+"""What a SAVE region saves for its backward, where that is not left to autograd: rebuilt arguments and packed saves.
+
+Rules, in this order, for a tensor that the region saves:
+ 1. It is an argument that replay can make, unmodified since the region was entered: dropped, rebuilt from replay's argument.
+ 2. It is a view inside such an argument's memory (same dtype, same conjugate and negative bits): dropped, rebuilt with the same
+    geometry. Whatever is not exactly that is kept.
+ 3. It is a parameter or a view of one: held as eager holds it. Hook pairs do not see weights.
+ 4. A hook pair applies: packed by it.
+ 5. Kept.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from torch_remat.errors import display_name
+from torch_remat.runtime.hooks import HookPair, SavedTensorKind, call_pack
+from torch_remat.runtime.plan import Step
+from torch_remat.runtime.tape import Kept, Packed, Region, Slot, version_of, version_probe
+
+if TYPE_CHECKING:
+    from torch_remat.runtime.forward import ForwardFrame
+
+__all__ = ["RegionSaves"]
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
+class RegionSaves:
+    """The pack hook of one SAVE region call."""
+
+    def __init__(
+        self, frame: ForwardFrame, record: Region, step: Step | None, pair: HookPair | None, leaves: list[Any]
+    ) -> None:
+        self.leaves = leaves
+        self._frame = frame
+        self._record = record
+        self._pair = pair
+        self._observer = frame.observer
+        self._index = len(frame.tape.order) - 1
+        self._saved = 0
+        self._packed: list[tuple[Any, Any]] = []  # geometry on its storage, payload
+        self._targets = [
+            (index, leaf, version_of(leaf))
+            for index, leaf in enumerate(leaves)
+            if isinstance(leaf, Tensor) and self._replay_makes(index, leaf, step)
+        ]
+
+    def _replay_makes(self, index: int, leaf: Tensor, step: Step | None) -> bool:
+        if self._pair is not None and id(leaf) in self._frame.input_ids:
+            return True  # the pair has packed the input: hold no second copy
+        if self._observer is not None:
+            return self._observer.is_recomputed(leaf)
+        return step is not None and index in step.rebuild
+
+    def pack(self, tensor: Tensor) -> Any:
+        """Apply the rules to one saved tensor."""
+        for index, argument, version in self._targets:
+            geometry = _inside(tensor, argument)
+            if geometry is not None and version_of(tensor) == version:
+                return self._slot(index, argument, tensor, geometry)
+        label = f"saved.{self._saved}"
+        self._saved += 1
+        base = tensor if tensor._base is None else tensor._base
+        if base.is_leaf and base.requires_grad:
+            return Kept(tensor if tensor is base else tensor.detach(), label)
+        if self._pair is None:
+            return Kept(tensor.detach(), self._label(label))
+        detached = tensor.detach()
+        payload = call_pack(self._pair, detached, SavedTensorKind.BACKWARD, self._pair.capture())
+        if type(tensor) in _PLAIN:
+            self._packed.append((_geometry(detached), payload))
+        return Packed(payload, self._pair.unpack, version_probe(tensor), self._label(label))
+
+    def packed_twin(self, tensor: Tensor) -> Any:
+        """The payload of a save with the same memory and geometry as ``tensor``, if this region packed one."""
+        if type(tensor) not in _PLAIN:
+            return None
+        wanted = _geometry(tensor)
+        return next((payload for geometry, payload in self._packed if geometry == wanted), None)
+
+    def _slot(self, index: int, argument: Tensor, tensor: Tensor, geometry: Any) -> Slot:
+        expected = (argument.shape, argument.dtype, argument.device)
+        slot = Slot(expected, version_of(tensor))
+        reference = weakref.ref(slot)
+        self._record.rebuilds.append((reference, index, geometry))
+        if self._observer is not None and id(argument) not in self._frame.input_ids:
+            self._observer.rebuild(reference, self._index, index, argument)
+        return slot
+
+    def _label(self, label: str) -> str:
+        return f"Saved tensor {label} for {display_name(self._frame.tape.name, self._record.name)}"
+
+
+def _geometry(tensor: Tensor) -> Any:
+    return tensor.untyped_storage()._cdata, tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype
+
+
+def _inside(tensor: Tensor, argument: Tensor) -> Any:
+    """How to make ``tensor`` from ``argument``: () for the same, (size, stride, relative offset, stride of the argument) for a
+    view inside its memory, None where it is neither."""
+    if tensor is argument:
+        return ()
+    if type(tensor) is not Tensor or type(argument) not in _PLAIN or tensor.dtype is not argument.dtype:
+        return None
+    try:
+        if tensor.untyped_storage()._cdata != argument.untyped_storage()._cdata:
+            return None
+    except (NotImplementedError, RuntimeError):
+        return None
+    if tensor.is_conj() != argument.is_conj() or tensor.is_neg() != argument.is_neg():
+        return None
+    start = tensor.storage_offset() - argument.storage_offset()
+    if tensor.shape == argument.shape and tensor.stride() == argument.stride() and start == 0:
+        return ()
+    if start < 0 or tensor.numel() == 0 or start + _extent(tensor) > _extent(argument):
+        return None
+    return tensor.shape, tensor.stride(), start, argument.stride()
+
+
+def _extent(tensor: Tensor) -> int:
+    """Elements from the first to one past the last that ``tensor`` addresses."""
+    if tensor.numel() == 0:
+        return 0
+    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))

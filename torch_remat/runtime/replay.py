@@ -1,0 +1,366 @@
+"""The second run of a body, inside backward: fills the slots that are alive and stops when all are.
+
+Rules:
+ 1. A recomputed save fills the slot of the same position. Before each region the position must be the one of forward.
+ 2. A SAVE region is not entered. Its rebuilt saves are filled from the call's arguments, its outputs come from the tape, what it
+    raised is raised again, and the state hooks are set to its exit.
+ 3. Replay ends at the last living slot, unless the plan needs the tail.
+ 4. Nothing is consumed: inputs, records and states stay on the tape until backward releases it, so a failed replay can be retried.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_remat.errors import ModifiedError, PolicyDriftError, RandomStateError, SavesDriftError, display_name
+from torch_remat.runtime import placeholder
+from torch_remat.runtime.frame import Frame, current_frame, scopes
+from torch_remat.runtime.hooks import pop_hooks, push_hooks
+from torch_remat.runtime.observe import private_copy, random_message
+from torch_remat.runtime.placeholder import Origin, is_placeholder
+from torch_remat.runtime.plan import registry
+from torch_remat.runtime.state import GeneratorGuard, restored
+from torch_remat.runtime.tape import Output, OutputKind, Region, Slot, Tape, version_of
+from torch_remat.runtime.tree import LEAF, flatten, unflatten
+
+__all__ = ["replay"]
+
+_set_version = getattr(torch._C._autograd, "_unsafe_set_version_counter", None)
+
+
+class _Stop(BaseException):
+    """Unwinds the body when every living slot is filled."""
+
+
+class ReplayFrame(Frame):
+    """The pass that fills slots."""
+
+    replaying = True
+
+    def __init__(self, tape: Tape) -> None:
+        super().__init__(tape)
+        self._position = 0
+        self._remaining = tape.unfilled()
+        self._stops = not tape.to_end
+        self.served: dict[int, Tensor] = {}  # tensors handed to the body, by id: leaves here that forward did not have as leaves
+
+    # Saves of recomputed code (rule 1) ----------------------------------------------------------------------------------
+
+    def pack(self, tensor: Tensor) -> Any:
+        """Pack hook of recomputed code in replay."""
+        if tensor.requires_grad and tensor.is_leaf and id(tensor) not in self.served:
+            return tensor
+        position = self._position
+        self._position = position + 1
+        slots = self.tape.slots
+        if position >= len(slots):
+            raise SavesDriftError(self._drift(f"it saves more than the {len(slots)} tensors of forward"))
+        kept = tensor.detach()
+        slot = slots[position]()
+        if slot is not None and slot.tensor is None:
+            if slot.expected is not None:
+                found = (tensor.shape, tensor.dtype, tensor.device)
+                if found != slot.expected:
+                    raise SavesDriftError(self._metadata(position, slot.expected, found))
+            if type(tensor) is not Tensor and is_placeholder(tensor):
+                raise placeholder.missing(tensor, "backward needs what is computed from it")
+            self._fill(slot, kept, tensor)
+        return kept
+
+    def _fill(self, slot: Slot, kept: Tensor, original: Tensor) -> None:
+        slot.tensor = kept
+        slot.version = version_of(kept)
+        if _set_version is None:
+            slot.forward_version = slot.version
+        self._remaining -= 1
+        if self._remaining == 0 and self._stops:
+            raise _Stop
+
+    # Regions (rule 2) ---------------------------------------------------------------------------------------------------
+
+    def call_region(self, function: Any, name: str, recompute: bool, args: Any, kwargs: Any) -> Any:
+        """Run or skip one region call."""
+        tape = self.tape
+        name = self.claim(name)
+        record = tape.regions.get(name)
+        if record is None:
+            raise PolicyDriftError(
+                f"No save record for region {display_name(tape.name, name)}: replay calls it and forward did not.\n"
+                f"To fix: the body must take the same path in both passes; what decides the path has to come from its arguments, "
+                f"from a region with recompute=False, or from a state hook."
+                if not recompute
+                else f"Conflicting recompute settings for region {display_name(tape.name, name)}: replay calls it with recompute=True "
+                f"and forward did not call it.\nTo fix: the body must take the same path in both passes."
+            )
+        if record.recompute is not recompute:
+            raise PolicyDriftError(
+                f"Conflicting recompute settings for region {display_name(tape.name, name)}: forward had recompute={record.recompute}, "
+                f"replay has recompute={recompute}.\nTo fix: decide the policy once, before the checkpoint is called."
+            )
+        if self._position != record.slots_before:
+            raise SavesDriftError(
+                self._drift(
+                    f"before region {display_name(tape.name, name)} it saves {self._position} tensors, in forward it saved "
+                    f"{record.slots_before}"
+                )
+            )
+        return function(*args, **kwargs) if recompute else self._skip(record, args, kwargs)
+
+    def _skip(self, record: Region, args: Any, kwargs: Any) -> Any:
+        arguments: list[Any] | None = None
+        if record.rebuilds or any(output.kind in _OF_ARGUMENTS for output in record.outputs):
+            arguments = []
+            for value in (*args, *kwargs.values()):
+                flatten(value, arguments)
+            for reference, index, geometry in record.rebuilds:
+                slot = reference()
+                if slot is not None and slot.tensor is None:
+                    self._rebuild(record, slot, index, geometry, arguments)
+        if record.exit_states is not None:
+            for hook, state in zip(self.tape.hooks, record.exit_states, strict=True):
+                hook.restore(state)
+        if record.error is not None:
+            raise record.error
+        leaves: list[Any] = []
+        for position, output in enumerate(record.outputs):
+            leaves.append(self._serve(record, position, output, arguments, leaves))
+        return unflatten(record.spec, leaves)
+
+    def _rebuild(self, record: Region, slot: Slot, index: int, geometry: Any, arguments: list[Any]) -> None:
+        name = display_name(self.tape.name, record.name)
+        argument = arguments[index] if index < len(arguments) else None
+        if not isinstance(argument, Tensor):
+            raise PolicyDriftError(
+                f"Region {name} is called with other arguments in replay: argument leaf {index} is {type(argument).__name__}, in "
+                f"forward it was a tensor that the region saves.\nTo fix: call the region in the same way in both passes."
+            )
+        found = (argument.shape, argument.dtype, argument.device)
+        if slot.expected is not None and found != slot.expected:
+            raise SavesDriftError(
+                f"Argument leaf {index} of region {name} has a different layout in replay: {_described(found)}, in forward "
+                f"{_described(slot.expected)}.\nTo fix: make recomputed code deterministic, or keep what drifts (a router's choice, "
+                f"say) in a region with recompute=False."
+            )
+        if type(argument) is not Tensor and is_placeholder(argument):
+            raise placeholder.missing(argument, f"region {name} saves it for its backward")
+        kept = argument.detach()
+        if geometry:
+            size, stride, start, argument_stride = geometry
+            if argument.stride() != argument_stride:
+                raise SavesDriftError(
+                    f"Argument leaf {index} of region {name} has a different layout in replay: strides {argument.stride()}, in forward "
+                    f"{argument_stride}.\nTo fix: make recomputed code deterministic in its memory layout, or keep the tensor in a "
+                    f"region with recompute=False."
+                )
+            kept = kept.as_strided(size, stride, argument.storage_offset() + start)
+        self._fill(slot, kept, argument)
+
+    def _serve(self, record: Region, position: int, output: Output, arguments: list[Any] | None, leaves: list[Any]) -> Any:
+        kind = output.kind
+        if kind is OutputKind.PLACEHOLDER:
+            what = f"output {_label(record, position)} of region {display_name(self.tape.name, record.name)}"
+            return self.hand(placeholder.make(output.meta, Origin(display_name(self.tape.name), what)))
+        if kind is OutputKind.KEPT:
+            return self.hand(self.data(output, f"output.{position} for {display_name(self.tape.name, record.name)}"))
+        if kind is OutputKind.OBJECT:
+            return output.data
+        if kind is OutputKind.REPEAT:
+            return leaves[output.data]
+        argument = arguments[output.data] if arguments is not None and output.data < len(arguments) else None
+        if not isinstance(argument, Tensor):
+            raise PolicyDriftError(
+                f"Region {display_name(self.tape.name, record.name)} is called with other arguments in replay: leaf {output.data}, which "
+                f"it returned in forward, is {type(argument).__name__}.\nTo fix: call the region in the same way in both passes."
+            )
+        if kind is OutputKind.ARGUMENT:
+            return argument
+        (size, stride, start), shape, argument_stride = output.meta
+        if argument.shape != shape or argument.stride() != argument_stride:
+            raise SavesDriftError(
+                f"Argument leaf {output.data} of region {display_name(self.tape.name, record.name)} has a different layout in replay, and "
+                f"the region returned a view of it.\nTo fix: make recomputed code deterministic."
+            )
+        return argument.as_strided(size, stride, argument.storage_offset() + start)
+
+    # What is handed to the body -----------------------------------------------------------------------------------------
+
+    def data(self, output: Output, what: str) -> Tensor:
+        """The tensor of a persisted output or input, as a leaf of replay, checked against later modification."""
+        version = output.version
+        if output.unpack is not None:
+            tensor = output.unpack(output.data)
+            version, probe = output.version
+            if probe is not None and probe._version != version:
+                raise modified(what, self.tape)
+            if tensor.requires_grad or tensor.grad_fn is not None:
+                tensor = tensor.detach()
+        elif output.cloned:
+            tensor = private_copy(output.data)
+        else:
+            tensor = output.data
+            if version_of(tensor) != version:
+                raise modified(what, self.tape)
+            if tensor.is_leaf and tensor.requires_grad:
+                return tensor
+            tensor = tensor.detach()
+        if _set_version is not None and version >= 0 and version_of(tensor) != version:
+            _set_version((tensor,), (version,))
+        if output.meta and not tensor.requires_grad:
+            tensor = _non_leaf(tensor) if output.cloned else tensor.requires_grad_()
+        return tensor
+
+    def hand(self, tensor: Tensor) -> Tensor:
+        """Remember that ``tensor`` came from us: forward did not have it as a leaf of its own."""
+        self.served[id(tensor)] = tensor
+        return tensor
+
+    # The end ------------------------------------------------------------------------------------------------------------
+
+    def finished(self) -> None:
+        """The body has returned: everything must be filled (rule 3)."""
+        if self._remaining > 0 and self.tape.unfilled():
+            raise SavesDriftError(
+                self._drift(f"it saves {self._position} tensors, in forward it saved {len(self.tape.slots)}, and backward needs the rest")
+            )
+
+    def _drift(self, how: str) -> str:
+        return (
+            f"Recomputed code of checkpoint {display_name(self.tape.name)} does not do in replay what it did in forward: {how}.\n"
+            f"To fix: make the body deterministic. Usual causes: a branch on data that drifts (keep the choice in a region with "
+            f"recompute=False), a module switched between train() and eval(), a cache or container that grew, autocast or another "
+            f"context that is no longer active (carry it with a state hook)."
+        )
+
+    def _metadata(self, position: int, expected: Any, found: Any) -> str:
+        before = [record for record in self.tape.order if record.slots_before <= position]
+        where = f"after region {before[-1].name}" if before else "before the first region"
+        return (
+            f"Recomputed values for the following tensors have different metadata than during the forward pass.\n"
+            f"checkpoint {display_name(self.tape.name)}, saved tensor {position} ({where}), saved at {placeholder.user_line()}:\n"
+            f"  forward: {_described(expected)}\n"
+            f"  replay:  {_described(found)} (recomputed shapes differ)\n"
+            f"To fix: make the body deterministic; keep a choice that drifts (routing, say) in a region with recompute=False, or "
+            f"pass determinism_check=\"none\" if only the metadata differs and the values are right."
+        )
+
+
+_OF_ARGUMENTS = (OutputKind.ARGUMENT, OutputKind.ARGUMENT_VIEW)
+
+
+def replay(tape: Tape) -> None:
+    """Run the body of ``tape`` again and fill its living slots."""
+    tape.replays += 1
+    args, kwargs, served = _inputs(tape)
+    frame = ReplayFrame(tape)
+    frame.served.update(served)
+    guard = GeneratorGuard()
+    outer = [hook.snapshot() for hook in tape.hooks]
+    try:
+        for hook, state in zip(tape.hooks, tape.states, strict=True):
+            hook.restore(state)
+        _run(frame, tape, args, kwargs)
+    except placeholder.PlaceholderError:
+        if tape.key is not None:
+            registry.forget(tape.key)  # the next call of this body is observed again
+        _put_back(guard, tape)
+        raise
+    except BaseException:
+        _put_back(guard, tape)
+        raise
+    finally:
+        for hook, state in zip(tape.hooks, outer, strict=True):
+            hook.restore(state)
+    moved = guard.moved()
+    if moved is not None:
+        guard.put_back()
+        raise RandomStateError(random_message(tape.name, "seen in replay", moved, False))
+
+
+def _put_back(guard: GeneratorGuard, tape: Tape) -> None:
+    """After a failed replay without hooks the generators are as before."""
+    if not tape.hooks:
+        guard.put_back()
+
+
+def _run(frame: ReplayFrame, tape: Tape, args: Any, kwargs: Any) -> None:
+    token = current_frame.set(frame)
+    scope_token = scopes.set(tape.scopes)
+    try:
+        with restored(tape.ambient), torch.enable_grad():
+            push_hooks(frame.pack, _identity)
+            try:
+                tape.function(*args, **kwargs)
+            finally:
+                pop_hooks()
+        frame.finished()
+    except _Stop:
+        pass
+    finally:
+        scopes.reset(scope_token)
+        current_frame.reset(token)
+
+
+def _identity(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _inputs(tape: Tape) -> tuple[Any, Any, dict[int, Tensor]]:
+    """The arguments for replay: the same leaves and objects, fresh aliases of other tensors, in containers like forward's."""
+    for name, tensor, version in tape.externals:
+        if tensor._version != version:
+            raise ModifiedError(
+                f"{name}, which the body of checkpoint {display_name(tape.name)} reads, was modified in place between forward and "
+                f"backward; a replay would compute with the new value.\n"
+                f"To fix: call backward before the optimizer step (or whatever changes {name})."
+            )
+    frame = ReplayFrame(tape)
+    leaves: list[Any] = []
+    for index, output in enumerate(tape.inputs):
+        if output.kind is OutputKind.OBJECT:
+            leaves.append(output.data)
+        elif output.kind is OutputKind.PLACEHOLDER:
+            origin = Origin(display_name(tape.name), f"input {index}")
+            leaves.append(frame.hand(placeholder.make(output.meta, origin)))
+        elif output.kind is OutputKind.REPEAT:
+            leaves.append(leaves[output.data])
+        else:
+            leaves.append(frame.hand(frame.data(output, f"input {index}")))
+    args, kwargs = unflatten(tape.spec, leaves)
+    return args, kwargs, frame.served
+
+
+class _NonLeaf(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, flag: Tensor, box: list[Tensor]) -> Tensor:
+        return box[0]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return None, None
+
+
+def _non_leaf(tensor: Tensor) -> Tensor:
+    """``tensor`` as the result of an operation, so that in-place operations on it are as legal as they were in forward."""
+    flag = torch.empty(0, requires_grad=True)
+    with torch.enable_grad():
+        return _NonLeaf.apply(flag, [tensor])
+
+
+def modified(what: str, tape: Tape) -> ModifiedError:
+    """The error for a kept tensor that changed before replay reads it."""
+    return ModifiedError(
+        f"Saved tensor {what} (checkpoint {display_name(tape.name)}) was modified in-place after it was saved, and replay has to read "
+        f"it as it was.\nTo fix: modify a .clone() of it, or call backward first."
+    )
+
+
+def _label(record: Region, position: int) -> str:
+    return ".out" if record.spec is LEAF else str(position)
+
+
+def _described(metadata: Any) -> str:
+    shape, dtype, device = metadata
+    return f"shape {tuple(shape)}, dtype {str(dtype).removeprefix('torch.')}, device {device}"

@@ -1,0 +1,209 @@
+"""What one checkpoint keeps from forward to backward. Holds, decides nothing, imports no sibling.
+
+[Note: who owns what]
+
+- A :class:`Slot` is the payload of a saved tensor of recomputed code. The autograd node owns it; the tape has a weak reference.
+  It is empty after forward, filled by replay, and dies with its node.
+- A :class:`Region` record lives on the tape. Its outputs hold the data of persisted outputs and only metadata of the others.
+- The tape itself is owned by the autograd graph alone, through the unpack hooks of its slots. When the last slot dies, so does the
+  tape, with its inputs and records; a checkpoint without a living slot has nothing to replay.
+- Outputs reach the tape through weak references only, so a held output holds no tape.
+"""
+
+from __future__ import annotations
+
+import enum
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_remat.errors import InternalError
+
+__all__ = ["Kept", "Output", "OutputKind", "Packed", "Region", "Slot", "Tape", "version_of", "version_probe"]
+
+
+def version_of(tensor: Tensor) -> int:
+    """The version counter of ``tensor``; -1 for an inference tensor, which has none and which nothing can save."""
+    try:
+        return tensor._version
+    except RuntimeError:
+        return -1
+
+
+class Slot:
+    """A saved tensor of recomputed code (or a rebuilt save of a SAVE region).
+
+    ``tensor`` is None until replay fills it. ``expected`` is the metadata seen in forward, None when nobody checks.
+    ``forward_version`` and ``version`` are the version counters at the save in forward and at the fill in replay.
+    """
+
+    __slots__ = ("__weakref__", "expected", "forward_version", "tensor", "version")
+
+    def __init__(self, expected: tuple[Any, ...] | None, forward_version: int) -> None:
+        self.tensor: Tensor | None = None
+        self.version = 0
+        self.expected = expected
+        self.forward_version = forward_version
+
+
+class Kept:
+    """Payload of a save that stays resident under one of our pack hooks; checked at unpack like an ordinary save."""
+
+    __slots__ = ("label", "tensor", "version")
+
+    def __init__(self, tensor: Tensor, label: str) -> None:
+        self.tensor = tensor
+        self.version = version_of(tensor)
+        self.label = label
+
+
+class Packed:
+    """Payload of a save that a user's hook pair has packed. ``probe`` shares the version counter of the tensor, not its memory."""
+
+    __slots__ = ("label", "payload", "probe", "unpack", "version")
+
+    def __init__(self, payload: Any, unpack: Callable[[Any], Any], probe: Tensor, label: str) -> None:
+        self.payload = payload
+        self.unpack = unpack
+        self.probe = probe
+        self.version = version_of(probe)
+        self.label = label
+
+
+class OutputKind(enum.IntEnum):
+    """How replay gets one leaf of a SAVE region's output."""
+
+    OBJECT = 0  # not a tensor: the very object is handed out again
+    KEPT = 1  # persisted: data is on the tape (or in a hook's payload)
+    PLACEHOLDER = 2  # only metadata is kept
+    ARGUMENT = 3  # the region returned one of its arguments: replay returns its own
+    ARGUMENT_VIEW = 4  # a view of an argument's memory: rebuilt from replay's own argument
+    REPEAT = 5  # the same tensor as an earlier leaf
+
+
+class Output:
+    """One leaf of a SAVE region's output, or one input of the checkpoint."""
+
+    __slots__ = ("cloned", "data", "kind", "meta", "unpack", "version")
+
+    def __init__(self, kind: OutputKind, data: Any = None, meta: Any = None) -> None:
+        self.kind = kind
+        self.data = data  # OBJECT: the object; KEPT: tensor or payload; ARGUMENT*: index; REPEAT: index of the first leaf
+        self.meta = meta  # metadata for a placeholder; requires_grad for KEPT; geometry for ARGUMENT_VIEW
+        self.unpack: Callable[[Any], Any] | None = None  # set where a hook packed the data
+        self.version: Any = None  # int, or a version probe where a hook packed the data
+        self.cloned = False  # data is a private copy, because the body modifies the output in place
+
+
+class Region:
+    """What forward records of one region call."""
+
+    __slots__ = ("error", "exit_states", "name", "outputs", "rebuilds", "recompute", "slots_before", "spec")
+
+    def __init__(self, name: str, recompute: bool, slots_before: int) -> None:
+        self.name = name
+        self.recompute = recompute
+        self.slots_before = slots_before  # recomputed saves before this call: where replay must stand when it gets here
+        self.spec: Any = None
+        self.outputs: list[Output] = []
+        self.rebuilds: list[tuple[weakref.ref[Slot], int, Any]] = []  # slot, leaf of the arguments, view geometry
+        self.error: BaseException | None = None  # what the body of a SAVE region raised
+        self.exit_states: list[Any] | None = None  # of the state hooks
+
+
+class Tape:
+    """The record of one checkpoint call; see the note at the top of this file."""
+
+    __slots__ = (
+        "__weakref__",
+        "ambient",
+        "complete",
+        "externals",
+        "first_sequence_nr",
+        "fits",
+        "function",
+        "hooks",
+        "inputs",
+        "key",
+        "lock",
+        "name",
+        "order",
+        "regions",
+        "released",
+        "replays",
+        "scopes",
+        "slots",
+        "spec",
+        "states",
+        "task",
+        "to_end",
+    )
+
+    def __init__(self, name: str | None, function: Callable[..., Any]) -> None:
+        self.name = name
+        self.function = function
+        self.spec: Any = None  # of (args, kwargs)
+        self.inputs: list[Output] = []  # leaves of the arguments
+        self.slots: list[weakref.ref[Slot]] = []
+        self.regions: dict[str, Region] = {}
+        self.order: list[Region] = []
+        self.scopes: tuple[str, ...] = ()
+        self.ambient: Any = None  # autocast and friends, as forward saw them
+        self.hooks: tuple[Any, ...] = ()  # state hooks
+        self.states: list[Any] = []  # of the state hooks at entry
+        self.externals: list[tuple[str, Tensor, int]] = []  # parameters and buffers that replay reads, with their versions
+        self.first_sequence_nr = 0  # autograd nodes of this body have at least this number
+        self.key: Any = None  # under which the plans of this body are registered
+        self.task: tuple[int, bool] = (-1, False)  # the last graph task and whether it leaves rebuilt tensors in their slots
+        self.fits = False  # the learned plan fitted this call
+        self.to_end = False  # replay must not stop early
+        self.complete = False  # forward has ended
+        self.released = False  # all living slots are filled for good: no further replay can be needed
+        self.replays = 0
+        self.lock = threading.RLock()
+
+    def release(self) -> None:
+        """Drop everything that only a further replay would need."""
+        self.released = True
+        self.function = _released
+        self.spec = None
+        self.inputs = []
+        self.regions = {}
+        self.order = []
+        self.states = []
+        self.externals = []
+
+    def rebuilds_alive(self) -> bool:
+        """Whether some SAVE region waits for an argument to be rebuilt."""
+        return any(reference() is not None for region in self.order for reference, _, _ in region.rebuilds)
+
+    def unfilled(self) -> int:
+        """How many living slots wait for a tensor."""
+        count = 0
+        for reference in self.slots:
+            slot = reference()
+            if slot is not None and slot.tensor is None:
+                count += 1
+        for region in self.order:
+            for reference, _, _ in region.rebuilds:
+                slot = reference()
+                if slot is not None and slot.tensor is None:
+                    count += 1
+        return count
+
+
+def version_probe(tensor: Tensor) -> Tensor:
+    """An empty tensor that shares the version counter of ``tensor`` and none of its memory."""
+    probe = tensor.detach()
+    if type(probe) is Tensor or type(probe) is torch.nn.Parameter:
+        probe.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        return probe
+    return torch.empty(0)  # a subclass cannot give its memory away: unchecked
+
+
+def _released(*args: Any, **kwargs: Any) -> Any:
+    raise InternalError("a released tape was replayed")
