@@ -47,14 +47,14 @@ class ForwardFrame(Frame):
         self.slots = tape.slots
         self.versions = [version_of(leaf) if isinstance(leaf, Tensor) else 0 for leaf in leaves]
         self.input_ids = {id(leaf) for leaf in leaves if isinstance(leaf, Tensor)}
-        plans = registry.candidates(key)
-        self.plans: list[Plan] = plans or []
+        self.known = registry.known(key)
+        self.plans: list[Plan] = []
         self.observer: Observer | None = None
-        if plans is None or (plans and plans[0].wide):
-            self.plans = []
+        if self.known.wants_observing():
             self.observer = Observer(tape)
             self.observer.inputs(leaves)
-        self.declared: list[Any] = []
+        else:
+            self.plans = self.known.plans
 
     # Saves of recomputed code (rule 1) ----------------------------------------------------------------------------------
 
@@ -259,14 +259,14 @@ class ForwardFrame(Frame):
             plan = self.observer.plan(tape.function, outputs, early_stop_allowed())
             for record, step in zip(tape.order, plan.steps, strict=True):
                 self._drop_unneeded(record, step)
-            registry.learn(self.key, plan)
+            self.known.learn(plan)
             return plan
         count, regions = len(self.slots), len(tape.order)
         for plan in self.plans:
             if plan.slots == count and len(plan.steps) == regions:
                 return plan
         steps = tuple(Step(record.name, record.recompute, record.slots_before) for record in tape.order)
-        registry.learn(self.key, Plan(steps, count, wide=True))
+        self.known.missed(Plan(steps, count).path)
         return None
 
     def _drop_unneeded(self, record: Region, step: Step) -> None:

@@ -191,7 +191,7 @@ def user_line() -> str:
 
 def _propagate(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Rule 1: run ``func`` on metadata and wrap what it returns; rules 2 and 3 for what that cannot do."""
-    source = _first(args) or _first(list(kwargs.values()))
+    source = _first((args, list(kwargs.values())))
     origin = source._origin
     if origin.reader is None:
         origin = origin._replace(reader=f"{user_line()} ({func._schema.name.removeprefix('aten::')})")

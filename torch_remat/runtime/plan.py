@@ -11,7 +11,7 @@ import functools
 import threading
 import types
 import weakref
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -53,46 +53,74 @@ class Plan:
     """The first random operation of recomputed code, for the error when a call brings no state hook."""
     externals: tuple[Any, ...] = ()
     """Where the parameters and buffers that replay reads are found; see ``externals.py``."""
-    wide: bool = False
-    """Nothing was learned yet: everything is kept."""
-    tries: int = field(default=0, compare=False)
+
+    @property
+    def path(self) -> Path:
+        """What tells this path from others of the same body."""
+        return (self.slots, *((step.name, step.recompute, step.slots_before) for step in self.steps))
+
+
+Path = tuple[Any, ...]
+
+
+class Known:
+    """What is known of one body: plans, newest first, and paths that were taken without being observed."""
+
+    __slots__ = ("plans", "unobserved")
+
+    _TRIES = 8
+    _PATHS = 16
+
+    def __init__(self) -> None:
+        self.plans: list[Plan] = []
+        self.unobserved: dict[Path, int] = {}
+
+    def wants_observing(self) -> bool:
+        """Whether the next call should be observed: a path is unknown, and was not waited for in vain too often."""
+        return not self.plans or any(tries < self._TRIES for tries in self.unobserved.values())
+
+    def learn(self, plan: Plan) -> None:
+        """Store ``plan`` in place of an earlier one for the same path."""
+        path = plan.path
+        self.unobserved.pop(path, None)
+        for other in self.unobserved:
+            self.unobserved[other] += 1
+        self.plans = [plan, *[one for one in self.plans if one.path != path]][: self._PATHS]
+
+    def missed(self, path: Path) -> None:
+        """A call took ``path``, for which there is no plan."""
+        if len(self.unobserved) < self._PATHS:
+            self.unobserved.setdefault(path, 0)
 
 
 class Registry:
-    """The plans of every body seen, by key. Bounded: forgets everything when it holds more than ``limit`` keys."""
+    """Everything known, by body key. Bounded: starts afresh when it holds more than ``limit`` keys."""
 
     def __init__(self, limit: int = 4096) -> None:
-        self._plans: dict[Any, list[Plan]] = {}
+        self._known: dict[Any, Known] = {}
         self._limit = limit
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
-        return len(self._plans)
+        return len(self._known)
 
-    def candidates(self, key: Any) -> list[Plan] | None:
-        """The plans known for ``key``, newest first; None when the body was never seen."""
-        return self._plans.get(key)
-
-    def learn(self, key: Any, plan: Plan) -> None:
-        """Store ``plan``, in place of an earlier one for the same path."""
-        with self._lock:
-            if len(self._plans) >= self._limit and key not in self._plans:
-                self._plans.clear()
-            path = _path(plan)
-            others = [one for one in self._plans.get(key, ()) if _path(one) != path]
-            self._plans[key] = [plan, *others][:16]
+    def known(self, key: Any) -> Known:
+        """What is known of the body ``key``; empty at first."""
+        found = self._known.get(key)
+        if found is None:
+            with self._lock:
+                if len(self._known) >= self._limit:
+                    self._known.clear()
+                found = self._known.setdefault(key, Known())
+        return found
 
     def forget(self, key: Any) -> None:
         """Drop what is known about ``key``, so that the next call is observed again."""
         with self._lock:
-            self._plans.pop(key, None)
+            self._known.pop(key, None)
 
 
 registry = Registry()
-
-
-def _path(plan: Plan) -> tuple[Any, ...]:
-    return (plan.slots, *((step.name, step.recompute, step.slots_before) for step in plan.steps))
 
 
 _BUDGET = 256
