@@ -73,9 +73,9 @@ $(MAIN_STAMP): pyproject.toml
 
 $(FLOOR_STAMP): pyproject.toml
 	@test -n "$(PYTHON)" || { echo "No Python 3.11 or newer found. To fix: install one, or name it with make PYTHON=/path/to/python"; exit 2; }
-	@echo "== making .venv-floor (torch $(FLOOR_TORCH), development tools)"
+	@echo "== making .venv-floor (torch $(FLOOR_TORCH), test tools)"
 	@test -x .venv-floor/bin/python || $(PYTHON) -m venv .venv-floor
-	@.venv-floor/bin/python $(PIP_INSTALL) $(FLOOR_PIP_ARGS) 'torch==$(FLOOR_TORCH)' -e '.[dev]'
+	@.venv-floor/bin/python $(PIP_INSTALL) $(FLOOR_PIP_ARGS) 'torch==$(FLOOR_TORCH)' -e '.[test]'
 	@rm -f .venv-floor/.installed-* && touch $@
 
 clean:
