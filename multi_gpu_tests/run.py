@@ -26,6 +26,7 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=2, help="processes per file (default 2)")
     parser.add_argument("--timeout", type=float, default=240.0, help="seconds one file may take (default 240)")
     options, pytest_arguments = parser.parse_known_args()
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that a running file is ended too
     files = [HERE / name for name in options.files] or sorted(HERE.glob("test_*.py"))
     if not files:
         parser.error(f"no test_*.py in {HERE}")
@@ -82,14 +83,13 @@ def _rank_logs(folder: Path) -> dict[str, str]:
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    """Leave no rank behind: torchrun and its ranks share a process group of their own."""
+    """Leave no rank behind: torchrun hands a SIGTERM on to its ranks, which are in sessions of their own."""
     if process.poll() is None:
-        # torchrun hands a SIGTERM on to its ranks, which are in sessions of their own, and waits for them.
-        os.killpg(process.pid, signal.SIGTERM)
+        process.send_signal(signal.SIGTERM)
         try:
-            process.communicate(timeout=40)
+            process.communicate(timeout=60)
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
+            process.kill()
             process.communicate()
 
 

@@ -68,6 +68,7 @@ class RunResult:
 def main() -> int:
     """Run the job; returns the exit status."""
     options = _parse_options()
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that a running job is ended too
     ranks, device = _ranks()
     text = prepare_text(options.cache / "text")
     print(f"Llama 3 debug model, {options.steps} steps, {ranks} {device} ranks, text: the Python documentation topics")
@@ -187,10 +188,14 @@ def _show_progress(process: subprocess.Popen[bytes], folder: Path, options: argp
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Make sure nothing of the run is left: it has a process group of its own."""
+    """Leave no rank behind: torchrun hands a SIGTERM on to its ranks, which are in sessions of their own."""
     if process.poll() is None:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(timeout=60)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
 
 
 def _read_rows(path: Path) -> Rows:

@@ -1,5 +1,6 @@
 """The main job's launcher: what it concludes from the rows that the ranks wrote, and one short real run."""
 
+import contextlib
 import importlib.util
 import json
 import math
@@ -106,6 +107,15 @@ def launch(cache: Path, *options: str, **environment: str) -> subprocess.Complet
     )
 
 
+def processes_that_name(path: Path) -> list[str]:
+    """Command lines of running processes with `path` in them."""
+    found = []
+    for command_line in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):  # the process ended meanwhile
+            found.append(command_line.read_bytes().replace(b"\0", b" ").decode())
+    return [text for text in found if str(path) in text]
+
+
 @needs_torchtitan
 @pytest.mark.slow
 def test_a_short_real_run_ends_with_equal_digits(tmp_path):
@@ -128,6 +138,7 @@ def test_a_run_that_is_not_finished_in_its_time_fails_and_says_so(tmp_path):
     done = launch(tmp_path, "--run-timeout=3")
     assert done.returncode == 1
     assert "no checkpointing FAILED: not finished after 3 s, at step 0 of 5." in done.stderr
+    assert processes_that_name(tmp_path) == []
 
 
 @needs_torchtitan
