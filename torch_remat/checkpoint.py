@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import warnings
 from collections.abc import Callable, Iterable
@@ -9,12 +10,14 @@ from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from torch_remat.errors import InvalidTypeError, InvalidValueError, UnsupportedError
 from torch_remat.runtime.backward import Trigger, unpacker
 from torch_remat.runtime.forward import ForwardFrame, early_stop_allowed, run_forward
 from torch_remat.runtime.frame import current_frame, scopes
 from torch_remat.runtime.hooks import HookPair, SavedTensorKind, call_pack, native_pair, top_hooks
+from torch_remat.runtime.hooks import saved_tensors_hooks as saved_tensors_hooks_context
 from torch_remat.runtime.plan import body_key
 from torch_remat.runtime.state import Ambient, RecomputeStateHook
 from torch_remat.runtime.tape import Output, OutputKind, Tape, version_of, version_probe
@@ -80,7 +83,9 @@ def checkpoint(
             f'To fix: checkpoint(region_name="...")(fn)(*args), or @checkpoint() with parentheses.'
         )
     if region_name is not None and not isinstance(region_name, str):
-        raise InvalidTypeError(f"checkpoint expects region_name to be a str or None, got {type(region_name).__name__}.")
+        raise InvalidTypeError(f"checkpoint expects region_name to be a str or None, got {region_name!r}.")
+    if region_name == "":
+        raise InvalidValueError("checkpoint expects region_name to be non-empty. To fix: name the block, or leave region_name out.")
     if determinism_check not in _CHECKS:
         raise InvalidValueError(f"determinism_check should be one of {_CHECKS}, got {determinism_check!r}.")
     if preserve_rng_state:
@@ -127,6 +132,10 @@ class Checkpointed(Generic[P, R]):
             raise AttributeError(name)  # not set yet: being copied or unpickled
         return getattr(self.__wrapped__, name)
 
+    @property
+    def __doc__(self) -> str | None:  # type: ignore[override]
+        return self.__wrapped__.__doc__
+
     def __repr__(self) -> str:
         return f"<checkpoint {self._options.name or ''} of {self.__wrapped__!r}>"
 
@@ -139,7 +148,7 @@ def _call(options: _Options, function: Callable[..., Any], args: tuple[Any, ...]
         return _joined(outer, options, function, args, kwargs)
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
-    if _in_functorch():
+    if _runs_plain():
         return function(*args, **kwargs)
     tape = Tape(options.name, function)
     pair = options.pair if options.pair is not None else native_pair(top_hooks())
@@ -152,12 +161,15 @@ def _call(options: _Options, function: Callable[..., Any], args: tuple[Any, ...]
     if _sequence_nr is not None:
         tape.first_sequence_nr = _sequence_nr()
     frame = ForwardFrame(tape, tape.key, leaves, pair, options.check, unpacker(tape))
-    result = run_forward(frame, function, args, kwargs)
-    outputs: list[Any] = [result]
-    if is_container(result):
-        outputs = []
-        flatten(result, outputs)
-    frame.finish(outputs)
+    try:
+        result = run_forward(frame, function, args, kwargs)
+        outputs: list[Any] = [result]
+        if is_container(result):
+            outputs = []
+            flatten(result, outputs)
+        frame.finish(outputs)
+    finally:
+        frame.close()
     if frame.slots or tape.order:
         _register(tape, outputs)
     return result
@@ -190,7 +202,7 @@ def _take_inputs(tape: Tape, args: tuple[Any, ...], kwargs: dict[str, Any], pair
         output = Output(OutputKind.KEPT, leaf, leaf.requires_grad)
         output.version = version_of(leaf)
         if pair is not None:
-            output.data = call_pack(pair, leaf, SavedTensorKind.CHECKPOINT_INPUT, pair.capture())
+            output.data = call_pack(pair, leaf, SavedTensorKind.CHECKPOINT_INPUT, None)
             output.unpack = pair.unpack
             output.version = (output.version, version_probe(leaf))
         tape.inputs.append(output)
@@ -219,22 +231,22 @@ def _joined(outer: Any, options: _Options, function: Callable[..., Any], args: t
     """A checkpoint inside another one: nothing in a SAVE region, part of the outer one elsewhere."""
     if outer.inert:
         return function(*args, **kwargs)
-    if options.hooks or options.pair is not None:
-        raise UnsupportedError(
-            f"nested torch_remat.checkpoint regions are not supported with options of their own: checkpoint "
-            f"{options.name or '<unnamed>'} joins the one around it. To fix: pass recompute_state_hooks and saved_tensors_hooks to the "
-            f"outer checkpoint."
-        )
-    if options.name is None:
-        return function(*args, **kwargs)
-    token = scopes.set((*scopes.get(), outer.inner_name(options.name)))
+    token = None if options.name is None else scopes.set((*scopes.get(), outer.inner_name(options.name)))
+    before = outer.enter_checkpoint(options.hooks)
+    pair = options.pair
     try:
-        return function(*args, **kwargs)
+        with contextlib.nullcontext() if pair is None else saved_tensors_hooks_context(pair.pack, pair.unpack):
+            return function(*args, **kwargs)
     finally:
-        scopes.reset(token)
+        outer.leave_checkpoint(before)
+        if token is not None:
+            scopes.reset(token)
 
 
-def _in_functorch() -> bool:
+def _runs_plain() -> bool:
+    """Whether a transform is active that saved-tensor hooks do not work with: the body then runs without recomputation."""
+    if forward_ad._current_level >= 0:
+        return True  # the body may compute tangents, which replay, outside the dual level, would not
     peek = getattr(torch._C._functorch, "peek_interpreter_stack", None)
     if peek is None or peek() is None:
         return False
@@ -268,7 +280,7 @@ def _checked_hooks(hooks: Any) -> tuple[RecomputeStateHook, ...]:
     for hook in found:
         if not (callable(getattr(hook, "snapshot", None)) and callable(getattr(hook, "restore", None))) or isinstance(hook, type):
             raise InvalidTypeError(
-                f"checkpoint expects every state hook to have snapshot() and restore(state), got {hook!r}. "
+                f"checkpoint expects every state hook in recompute_state_hooks to have snapshot() and restore(state), got {hook!r}. "
                 f"To fix: pass an instance of a class with both methods; remat.GeneratorHook() is one for random generators."
             )
     return found

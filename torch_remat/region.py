@@ -72,7 +72,7 @@ def region(function: Callable[P, R], name: str, *, recompute: bool) -> Region[P,
     if not name:
         raise InvalidValueError("a region name must be non-empty. To fix: name the call, for example by its module path.")
     if not isinstance(name, str):
-        raise InvalidTypeError(f"region expects name to be a str, got {type(name).__name__}.")
+        raise InvalidTypeError(f"region expects name to be a str, got {name!r}.")
     if recompute is not True and recompute is not False:
         raise UsageError(f"region expects recompute to be a bool, got {recompute!r} for region {name}.")
     return Region(function, name, recompute)

@@ -60,11 +60,15 @@ def unpacker(tape: Tape) -> Any:
             tensor = payload.tensor
             if tensor is None:
                 raise InternalError(f"replay of {display_name(tape.name)} left a slot empty")
-        if version_of(tensor) != payload.version or payload.version != payload.forward_version:
+        if (
+            version_of(tensor) != payload.version
+            or payload.version != payload.forward_version
+            or (payload.probe is not None and version_of(payload.probe) != payload.forward_version)
+        ):
             raise ModifiedError(
                 f"One of the variables needed for gradient computation has been modified by an inplace operation: a "
                 f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')} tensor that checkpoint {display_name(tape.name)} saved "
-                f"is at version {version_of(tensor)}, it was saved at version {payload.forward_version}.\n"
+                f"is no longer at version {payload.forward_version}, at which it was saved.\n"
                 f"To fix: do not modify it between its use and backward, or use a .clone()."
             )
         if _graph_task_id() == -1:

@@ -27,6 +27,7 @@ from torch_remat.runtime.hooks import HookPair, SavedTensorKind, active_pair, ca
 from torch_remat.runtime.observe import Observer, private_copy, random_message, storage_keys
 from torch_remat.runtime.placeholder import can_stand_in, meta_of
 from torch_remat.runtime.plan import Plan, Step, registry
+from torch_remat.runtime.region_outputs import SaveOutputs
 from torch_remat.runtime.region_saves import RegionSaves
 from torch_remat.runtime.tape import Kept, Output, OutputKind, Region, Slot, Tape, version_of, version_probe
 from torch_remat.runtime.tree import LEAF, flatten, is_container
@@ -47,6 +48,8 @@ class ForwardFrame(Frame):
         self.slots = tape.slots
         self.versions = [version_of(leaf) if isinstance(leaf, Tensor) else 0 for leaf in leaves]
         self.input_ids = {id(leaf) for leaf in leaves if isinstance(leaf, Tensor)}
+        self.open_saves: list[RegionSaves] = []
+        self.hooks = tape.hooks
         self.known = registry.known(key)
         self.plans: list[Plan] = []
         self.observer: Observer | None = None
@@ -104,22 +107,36 @@ class ForwardFrame(Frame):
                     and step.slots_before == record.slots_before
                 ):
                     return step
-            self.plans = []
+            self._deviated()
             return None
         fitting = [plan for plan in plans if index < len(plan.steps) and _starts(plan.steps[index], record)]
         self.plans = fitting
         if not fitting:
+            self._deviated()
             return None
         steps_here = [plan.steps[index] for plan in fitting]
         return _merged(steps_here)
 
+    def _deviated(self) -> None:
+        """No plan fits this call: keep what was dropped so far and is still alive."""
+        self.plans = []
+        for record in self.tape.order:
+            for output in record.outputs:
+                if output.kind is OutputKind.PLACEHOLDER and output.data is not None:
+                    reference, version = output.data
+                    tensor = reference()
+                    if tensor is not None and version_of(tensor) == version:
+                        output.kind, output.data, output.version = OutputKind.KEPT, tensor.detach(), version
+                        output.meta = tensor.requires_grad
+
     def _call_save(self, function: Any, record: Region, step: Step | None, args: Any, kwargs: Any) -> Any:
         pair = active_pair(self, self.pair)
         observer = self.observer
-        context = None
-        saves = None
+        saves: RegionSaves | None = None
+        arguments = _leaves_of(args, kwargs)
+        versions = [version_of(leaf) if isinstance(leaf, Tensor) else 0 for leaf in arguments]
         if pair is not None or observer is not None or (step is not None and step.rebuild):
-            saves = RegionSaves(self, record, step, pair, _leaves_of(args, kwargs))
+            saves = RegionSaves(self, record, step, pair, arguments, versions)
         if observer is not None:
             observer.enter_region(record)
         ours_on_top = lift(self)
@@ -128,8 +145,13 @@ class ForwardFrame(Frame):
         self.inert += 1
         try:
             result = function(*args, **kwargs)
-        except Exception as error:
-            record.error = _without_frames(error)
+        except BaseException as error:
+            if saves is not None:
+                saves.close()
+            if isinstance(error, Exception):
+                record.error = _without_frames(error)
+            if observer is not None:
+                observer.leave_region(record, [], arguments)
             raise
         finally:
             self.inert -= 1
@@ -137,70 +159,21 @@ class ForwardFrame(Frame):
                 pop_hooks()
             if ours_on_top:
                 push_hooks(self.pack, self.unpack)
-        if pair is not None:
-            context = pair.capture()
-        if self.tape.hooks:
-            record.exit_states = [hook.snapshot() for hook in self.tape.hooks]
-        leaves = self._record_outputs(record, step, result, saves, pair, context, args, kwargs)
+        record.exit_states = [(hook, hook.snapshot()) for hook in self.hooks]
+        outputs = SaveOutputs(self, record, step, pair, saves)
+        for index, leaf in enumerate(arguments):
+            if isinstance(leaf, Tensor) and version_of(leaf) != versions[index]:
+                outputs.add_changed(index, leaf)
+        leaves = outputs.add_result(result, arguments)
         if observer is not None:
-            observer.leave_region(record, leaves)
+            observer.leave_region(record, leaves, arguments)
+        if saves is not None:
+            saves.close()
+            if pair is not None:
+                self.open_saves.append(saves)
         return result
 
     # Outputs of SAVE regions (rule 3) -----------------------------------------------------------------------------------
-
-    def _record_outputs(
-        self,
-        record: Region,
-        step: Step | None,
-        result: Any,
-        saves: RegionSaves | None,
-        pair: HookPair | None,
-        context: object,
-        args: Any,
-        kwargs: Any,
-    ) -> list[Any]:
-        if is_container(result):
-            leaves: list[Any] = []
-            record.spec = flatten(result, leaves)
-        else:
-            leaves = [result]
-            record.spec = LEAF
-        arguments = saves.leaves if saves is not None else _leaves_of(args, kwargs)
-        seen: dict[int, int] = {}
-        for position, leaf in enumerate(leaves):
-            if not isinstance(leaf, Tensor):
-                record.outputs.append(Output(OutputKind.OBJECT, leaf))
-                continue
-            first = seen.setdefault(id(leaf), position)
-            if first != position:
-                record.outputs.append(Output(OutputKind.REPEAT, first))
-                continue
-            output = _from_argument(leaf, arguments)
-            if output is None or (step is not None and position in step.keep):
-                keep = step is None or position in step.keep or not can_stand_in(leaf)
-                if keep:
-                    clone = step is not None and position in step.clone
-                    output = self._kept(record, leaf, clone, pair, context, saves)
-                else:
-                    output = Output(OutputKind.PLACEHOLDER, None, meta_of(leaf))
-            record.outputs.append(output)
-        return leaves
-
-    def _kept(
-        self, record: Region, leaf: Tensor, clone: bool, pair: HookPair | None, context: object, saves: RegionSaves | None
-    ) -> Output:
-        output = Output(OutputKind.KEPT, None, leaf.requires_grad)
-        output.version = version_of(leaf)
-        if clone:
-            output.data = private_copy(leaf)
-            output.cloned = True
-        else:
-            output.data = leaf.detach()
-        if pair is not None:
-            output.unpack = (pair, context, saves)  # type: ignore[assignment] - packed when a reader is known
-            if self.observer is None:
-                self.pack_output(output)
-        return output
 
     def pack_output(self, output: Output) -> None:
         """Hand a persisted output to its hook pair, once."""
@@ -214,23 +187,44 @@ class ForwardFrame(Frame):
             output.data = shared
         else:
             output.data = call_pack(pair, tensor, SavedTensorKind.SAVE_OUTPUT, context)
-        output.version = (output.version, None if output.cloned else version_probe(tensor))
+        if output.version is not None:
+            output.version = (output.version, None if output.cloned else version_probe(tensor))
         output.unpack = pair.unpack
+
+    def enter_checkpoint(self, hooks: tuple[Any, ...]) -> tuple[Any, ...]:
+        """A checkpoint inside this body brings state hooks of its own; returns what to give to :meth:`leave_checkpoint`."""
+        before = self.hooks
+        if hooks:
+            self.tape.inner_states.append([hook.snapshot() for hook in hooks])
+            self.hooks = (*before, *hooks)
+        return before
+
+    def leave_checkpoint(self, before: tuple[Any, ...]) -> None:
+        """The checkpoint inside has ended."""
+        self.hooks = before
 
     def _pack_arguments(self, args: Any, kwargs: Any) -> None:
         """A recomputed region is about to read these: pack those that SAVE regions made, in the order of the calls."""
         wanted = {key for leaf in _leaves_of(args, kwargs) if isinstance(leaf, Tensor) for key in storage_keys(leaf)}
         for region in self.tape.order:
-            for output in region.outputs:
-                if output.kind is OutputKind.KEPT and isinstance(output.unpack, tuple):
-                    if any(key in wanted for key in storage_keys(output.data)):
-                        self.pack_output(output)
+            for output in persisted(region):
+                if isinstance(output.unpack, tuple) and any(key in wanted for key in storage_keys(output.data)):
+                    self.pack_output(output)
 
     def declare(self, tensors: tuple[Tensor, ...]) -> None:
         """``recompute_needs_tensor`` in forward; a plan that fits has learned it."""
         if self.observer is not None:
             for tensor in tensors:
                 self.observer.declare(tensor)
+
+    def close(self) -> None:
+        """The pass is over. Autograd keeps the pack hook beside what it packed: let it hold no tensor."""
+        for saves in self.open_saves:
+            saves.forget()
+        self.open_saves = []
+        self.leaves = []
+        self.plans = []
+        self.observer = None
 
     # The end of the body (rule 4) ---------------------------------------------------------------------------------------
 
@@ -240,18 +234,33 @@ class ForwardFrame(Frame):
         plan = self._settle(outputs)
         tape.fits = plan is not None
         if plan is not None:
-            tape.to_end = plan.to_end
+            tape.to_end = tape.to_end or plan.to_end
             if plan.random is not None and not tape.hooks:
                 raise RandomStateError(random_message(tape.name, plan.random, torch.default_generator, False))
+            if plan.own_generators and tape.generators is None:
+                tape.generators = []
+            for position, leaf in plan.watched:
+                self._watch(position, outputs, leaf)
             if plan.externals:
                 tape.externals = externals.locate(tape.function, plan.externals)
         else:
             tape.to_end = True
+            tape.generators = []  # nobody has looked at this path: replay is watched
         tape.to_end = tape.to_end or not early_stop_allowed()
+        for record in tape.order:
+            for output in record.outputs:
+                if output.kind is OutputKind.PLACEHOLDER:
+                    output.data = None
         self._keep_inputs(plan)
-        if any(reference() is not None for reference in self.slots) or tape.rebuilds_alive():
+        if any(True for _ in tape.living_slots()):
             self._check_versions()
         tape.complete = True
+
+    def _watch(self, position: int, outputs: list[Any], leaf: int) -> None:
+        """An output of the checkpoint is itself saved: let its slot notice when the user modifies it."""
+        slot = self.slots[position]() if position < len(self.slots) else None
+        if slot is not None and leaf < len(outputs) and isinstance(outputs[leaf], Tensor):
+            slot.probe = version_probe(outputs[leaf])
 
     def _settle(self, outputs: list[Any]) -> Plan | None:
         tape = self.tape
@@ -265,6 +274,7 @@ class ForwardFrame(Frame):
         for plan in self.plans:
             if plan.slots == count and len(plan.steps) == regions:
                 return plan
+        self._deviated()
         steps = tuple(Step(record.name, record.recompute, record.slots_before) for record in tape.order)
         self.known.missed(Plan(steps, count).path)
         return None
@@ -275,10 +285,14 @@ class ForwardFrame(Frame):
                 continue
             tensor = output.data
             if position in step.keep or (isinstance(tensor, Tensor) and not can_stand_in(tensor)):
+                if position in step.unchecked:
+                    output.version = None
                 self.pack_output(output)
             elif isinstance(tensor, Tensor) and (output.unpack is None or isinstance(output.unpack, tuple)):
                 meta = meta_of(tensor)._replace(requires_grad=bool(output.meta))
                 output.kind, output.data, output.meta, output.unpack = OutputKind.PLACEHOLDER, None, meta, None
+        for _, output in record.changed:
+            self.pack_output(output)
 
     def _keep_inputs(self, plan: Plan | None) -> None:
         tape = self.tape
@@ -299,11 +313,11 @@ class ForwardFrame(Frame):
                     f"the input as it was.\nTo fix: work on a copy (x = x.clone()) inside the body."
                 )
         for record in tape.order:
-            for position, output in enumerate(record.outputs):
-                if output.kind is OutputKind.KEPT and not output.cloned and _changed(output):
+            for output in persisted(record):
+                if not output.cloned and _modified(output):
                     registry.forget(self.key)
                     raise ModifiedError(
-                        f"Output {position} of region {display_name(tape.name, record.name)} was modified in-place after the region "
+                        f"An output of region {display_name(tape.name, record.name)} was modified in-place after the region "
                         f"returned it, and replay has to read it as it was.\n"
                         f"To fix: modify a .clone() of it, or move the in-place operation into the region."
                     )
@@ -356,33 +370,19 @@ def _leaves_of(args: Any, kwargs: Any) -> list[Any]:
     return leaves
 
 
-def _from_argument(leaf: Tensor, arguments: list[Any]) -> Output | None:
-    """The record for an output that is an argument or a plain view of one."""
-    base = leaf._base if type(leaf) is Tensor else None
-    for index, argument in enumerate(arguments):
-        if argument is leaf:
-            return Output(OutputKind.ARGUMENT, index)
-    if base is None:
-        return None
-    for index, argument in enumerate(arguments):
-        if (
-            type(argument) is Tensor
-            and (argument is base or argument._base is base)
-            and argument.dtype is leaf.dtype
-            and argument.is_conj() == leaf.is_conj()
-            and argument.is_neg() == leaf.is_neg()
-            and argument._version == leaf._version
-        ):
-            geometry = (leaf.shape, leaf.stride(), leaf.storage_offset() - argument.storage_offset())
-            return Output(OutputKind.ARGUMENT_VIEW, index, (geometry, argument.shape, argument.stride()))
-    return None
-
-
-def _changed(output: Output) -> bool:
+def _modified(output: Output) -> bool:
+    if output.version is None:
+        return False
     if isinstance(output.version, tuple):
         version, probe = output.version
         return probe is not None and probe._version != version
     return version_of(output.data) != output.version
+
+
+def persisted(record: Region) -> list[Output]:
+    """The outputs of a SAVE region whose data is kept, and its arguments kept as it left them."""
+    found = [output for output in record.outputs if output.kind is OutputKind.KEPT]
+    return found + [output for _, output in record.changed] if record.changed else found
 
 
 def _without_frames(error: Exception) -> Exception:
@@ -409,5 +409,7 @@ def _merged(steps: list[Step]) -> Step:
         first.slots_before,
         frozenset().union(*[step.keep for step in steps]),
         frozenset().union(*[step.clone for step in steps]),
+        frozenset.intersection(*[step.unchecked for step in steps]),
+        frozenset.intersection(*[step.changed for step in steps]),
         frozenset.intersection(*[step.rebuild for step in steps]),
     )

@@ -43,6 +43,13 @@ class Frame:
         count = self.inner_checkpoints[name] = self.inner_checkpoints.get(name, 0) + 1
         return name if count == 1 else f"{name}#{count}"
 
+    def enter_checkpoint(self, hooks: tuple[Any, ...]) -> tuple[Any, ...]:
+        """A checkpoint with these state hooks starts inside this body; returns what :meth:`leave_checkpoint` gets."""
+        return ()
+
+    def leave_checkpoint(self, before: tuple[Any, ...]) -> None:
+        """The checkpoint inside has ended."""
+
     def declare(self, tensors: tuple[Tensor, ...]) -> None:
         """``recompute_needs_tensor`` in this pass."""
 

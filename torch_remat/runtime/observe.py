@@ -23,12 +23,12 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 
 from torch_remat.errors import ModifiedError, RandomStateError, display_name
 from torch_remat.runtime import externals
-from torch_remat.runtime.placeholder import METADATA_ONLY, user_line
+from torch_remat.runtime.placeholder import METADATA_ONLY, inner_tensors, user_line
 from torch_remat.runtime.plan import Plan, Step
 from torch_remat.runtime.state import GeneratorGuard
 from torch_remat.runtime.tape import Output, OutputKind, Region, Slot, Tape
 
-__all__ = ["Observer", "storage_keys", "tensors_in"]
+__all__ = ["Observer", "WeakStorage", "storage_keys", "tensors_in"]
 
 _sequence_nr = getattr(torch._C._autograd, "_get_sequence_nr", None)
 _OP, _INPUT, _OUTPUT, _EXTERNAL, _STALE = range(5)
@@ -52,7 +52,7 @@ class _Event(NamedTuple):
 def storage_keys(tensor: Tensor) -> list[int]:
     """Identities of the storages under ``tensor`` (several for a wrapper subclass, none for what has no storage)."""
     if is_traceable_wrapper_subclass(tensor):
-        return [key for name in tensor.__tensor_flatten__()[0] for key in storage_keys(getattr(tensor, name))]
+        return [key for _, inner in inner_tensors(tensor) for key in storage_keys(inner)]
     try:
         return [tensor.untyped_storage()._cdata]
     except (NotImplementedError, RuntimeError):
@@ -61,8 +61,8 @@ def storage_keys(tensor: Tensor) -> list[int]:
 
 def _storages(tensor: Tensor) -> Iterator[Any]:
     if is_traceable_wrapper_subclass(tensor):
-        for name in tensor.__tensor_flatten__()[0]:
-            yield from _storages(getattr(tensor, name))
+        for _, inner in inner_tensors(tensor):
+            yield from _storages(inner)
         return
     try:
         yield tensor.untyped_storage()
@@ -81,7 +81,7 @@ def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
             yield from tensors_in(value.values())
 
 
-class _WeakStorage:
+class WeakStorage:
     """Keeps a storage's identity from being reused, not its memory."""
 
     __slots__ = ("_reference",)
@@ -108,7 +108,7 @@ class Observer(TorchDispatchMode):
         self._tape = tape
         self._nodes: list[_Node] = []
         self._writer: dict[int, int] = {}
-        self._weak: dict[int, _WeakStorage] = {}
+        self._weak: dict[int, WeakStorage] = {}
         self._events: list[_Event] = []
         self._roots: list[int] = []
         self._writes: list[tuple[int, int]] = []  # (position, storage) of in-place operations in recomputed code
@@ -121,7 +121,7 @@ class Observer(TorchDispatchMode):
         self._declared: set[tuple[int, int]] = set()
         self._rebuild_arguments: dict[int, set[int]] = {}
         self._makers: dict[tuple[str, int], int] = {}  # autograd node of an output -> graph node
-        self._overwritten: list[tuple[int, int, str]] = []  # a SAVE region modified another's output: nodes before and after
+        self._overwritten: dict[int, int] = {}  # a SAVE region modified another's output: node after -> node before
         self.random: str | None = None
 
     # What forward reports -----------------------------------------------------------------------------------------------
@@ -161,40 +161,52 @@ class Observer(TorchDispatchMode):
         if _sequence_nr is not None:
             self._spans.append((_sequence_nr(), -1))
 
-    def leave_region(self, region: Region, leaves: list[Any]) -> None:
-        """A SAVE region returned ``leaves``; classify its outputs."""
+    def leave_region(self, region: Region, leaves: list[Any], arguments: list[Any]) -> None:
+        """A SAVE region returned ``leaves`` (or raised); classify what it made and what it modified."""
         self._in_region = None
         if self._spans and _sequence_nr is not None:
             self._spans[-1] = (self._spans[-1][0], _sequence_nr())
         index = len(self._tape.order) - 1
-        stale = set(self._region_writes)
-        for position, leaf in enumerate(leaves):
-            if not isinstance(leaf, Tensor) or position >= len(region.outputs):
-                continue
-            output = region.outputs[position]
-            for key in storage_keys(leaf):
-                if key not in self._writer or key in self._region_writes:
-                    if key in self._writer and output.kind in (OutputKind.ARGUMENT, OutputKind.ARGUMENT_VIEW):
-                        output.kind, output.data = OutputKind.KEPT, leaf.detach()
-                        output.version = output.data._version
-                    stale.discard(key)
-                    node = self._add(_OUTPUT, (), (index, position))
-                    if key in self._writer:
-                        self._overwritten.append((self._writer[key], node, region.name))
-                    self._own(leaf, node, overwrite=True)
-                    if leaf.grad_fn is not None:
-                        self._makers[leaf.grad_fn.name(), leaf.grad_fn._sequence_nr()] = node
-                elif output.kind is OutputKind.KEPT and self._nodes[self._writer[key]].kind != _OUTPUT:
-                    self._declared.add((index, position))  # an alias of something captured: only the tape can give it back
-                elif output.kind is OutputKind.KEPT:
-                    other, _ = self._nodes[self._writer[key]].detail
-                    if other != index:
-                        self._declared.add((index, position))
+        unclaimed = {key for key in self._region_writes if key in self._writer}
+        for argument, output in region.changed:
+            for key in storage_keys(arguments[argument]):
+                before = self._writer.get(key)
+                node = self._add(_OUTPUT, (), (index, -1 - argument))
+                if before is not None and self._nodes[before].kind == _OUTPUT:
+                    self._overwritten[node] = before
+                elif before is None or self._nodes[before].kind != _INPUT:
+                    self._declared.add((index, -1 - argument))
+                self._own(arguments[argument], node, overwrite=True)
+                self._writes.append((node, key))
                 self._origins.setdefault(key, []).append(output)
-        for key in stale:
-            kind = self._nodes[self._writer[key]].kind if key in self._writer else _EXTERNAL
-            if kind != _EXTERNAL:
+                unclaimed.discard(key)
+        for position, leaf in enumerate(leaves):
+            if isinstance(leaf, Tensor):
+                self._region_output(region, index, position, leaf, unclaimed)
+        for key in unclaimed:
+            if any(event.storage == key and event.slot() is not None for event in self._events):
+                raise ModifiedError(
+                    f"Region {display_name(self._tape.name, region.name)} (recompute=False) modifies in place a tensor that recomputed "
+                    f"code has saved for its backward; replay skips the region and would not see the change.\n"
+                    f"To fix: work on a .clone() inside the region."
+                )
+            if self._nodes[self._writer[key]].kind != _EXTERNAL:
                 self._writer[key] = self._add(_STALE, (self._writer[key],), region.name)
+
+    def _region_output(self, region: Region, index: int, position: int, leaf: Tensor, unclaimed: set[int]) -> None:
+        output = region.outputs[position]
+        for key in storage_keys(leaf):
+            if key not in self._writer or key in unclaimed:
+                unclaimed.discard(key)
+                node = self._add(_OUTPUT, (), (index, position))
+                self._own(leaf, node, overwrite=True)
+                if leaf.grad_fn is not None:
+                    self._makers[leaf.grad_fn.name(), leaf.grad_fn._sequence_nr()] = node
+            elif output.kind is OutputKind.KEPT:
+                maker = self._nodes[self._writer[key]]
+                if maker.kind != _OUTPUT or maker.detail[0] != index:
+                    self._declared.add((index, position))  # an alias of something captured: only the tape can give it back
+            self._origins.setdefault(key, []).append(output)
 
     def declare(self, tensor: Tensor) -> bool:
         """``recompute_needs_tensor``: persist every output of SAVE regions on the storage of ``tensor``."""
@@ -255,17 +267,16 @@ class Observer(TorchDispatchMode):
     def _watch_random(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         own = kwargs.get("generator")
         own = next((value for value in args if isinstance(value, torch.Generator)), own)
-        before = own.get_state() if own is not None else None
-        guard = GeneratorGuard()
+        guard = GeneratorGuard([own] if own is not None else None)
         result = func(*args, **kwargs)
         moved = guard.moved()
-        if own is not None and before is not None and not torch.equal(before, own.get_state()):
-            moved = own
         if moved is not None:
             where = f"{func._schema.name.removeprefix('aten::')} at {user_line()}"
             self.random = self.random or where
+            if guard.is_own(moved):
+                self._tape.generators = [*(self._tape.generators or ()), moved]
             if not self._tape.hooks:
-                raise RandomStateError(random_message(self._tape.name, where, moved, own is moved))
+                raise RandomStateError(random_message(self._tape.name, where, moved, guard.is_own(moved)))
         return result
 
     def _before_write(self, written: list[Tensor], name: str) -> None:
@@ -295,7 +306,7 @@ class Observer(TorchDispatchMode):
             if overwrite or key not in self._writer:
                 self._writer[key] = node
             if key not in self._weak:
-                self._weak[key] = _WeakStorage(storage)
+                self._weak[key] = WeakStorage(storage)
 
     def _add(self, kind: int, reads: tuple[int, ...], detail: Any) -> int:
         self._nodes.append(_Node(kind, reads, detail))
@@ -327,20 +338,64 @@ class Observer(TorchDispatchMode):
                 inputs.add(detail)
         for region_index, position in self._declared if alive else ():
             keep.setdefault(region_index, set()).add(position)
-        steps = tuple(self._step(index, region, keep.get(index, set()), readers) for index, region in enumerate(self._tape.order))
+        unchecked = self._shells(needed, keep)
+        steps = tuple(
+            self._step(index, region, keep.get(index, set()), unchecked.get(index, set()), readers)
+            for index, region in enumerate(self._tape.order)
+        )
         wanted = {self._nodes[node].detail for node in needed if self._nodes[node].kind == _EXTERNAL}
         found = externals.paths(function, lambda tensor: any(key in wanted for key in storage_keys(tensor))) if wanted else ()
-        return Plan(steps, len(self._tape.slots), frozenset(inputs), to_end, self.random, found)
+        return Plan(
+            steps,
+            len(self._tape.slots),
+            frozenset(inputs),
+            to_end,
+            self.random,
+            self._tape.generators is not None,
+            self._watched(outputs),
+            found,
+        )
 
-    def _step(self, index: int, region: Region, keep: set[int], readers: dict[int, str]) -> Step:
+    def _watched(self, outputs: list[Any]) -> tuple[tuple[int, int], ...]:
+        """Slots that hold an output of the checkpoint, with the output's leaf."""
+        returned = {
+            key: index for index, one in enumerate(outputs) if isinstance(one, Tensor) for key in storage_keys(one)
+        }
+        positions = {id(reference): index for index, reference in enumerate(self._tape.slots)}
+        return tuple(
+            (positions[id(event.slot)], returned[event.storage])
+            for event in self._events
+            if event.storage in returned and id(event.slot) in positions
+        )
+
+    def _shells(self, needed: set[int], keep: dict[int, set[int]]) -> dict[int, set[int]]:
+        """Outputs that nobody reads before another SAVE region overwrites them, where that region's version is needed: replay
+        must have a tensor to write into. They share memory with the later version, so keeping them costs nothing."""
+        shells: dict[int, set[int]] = {}
+        for after in sorted(self._overwritten, reverse=True):
+            before = self._overwritten[after]
+            if self._nodes[after].detail[1] in keep.get(self._nodes[after].detail[0], ()) and before not in needed:
+                region_index, position = self._nodes[before].detail
+                keep.setdefault(region_index, set()).add(position)
+                shells.setdefault(region_index, set()).add(position)
+        return shells
+
+    def _step(self, index: int, region: Region, keep: set[int], unchecked: set[int], readers: dict[int, str]) -> Step:
         shared = _with_siblings(region, keep)
+        changed = dict(region.changed)
         named = {self._nodes[node].detail: label for node, label in readers.items() if self._nodes[node].kind == _OUTPUT}
         return Step(
             region.name,
             region.recompute,
             region.slots_before,
             frozenset(shared),
-            frozenset(position for position in shared if region.outputs[position].cloned),
+            frozenset(
+                position
+                for position in shared - unchecked
+                if (region.outputs[position] if position >= 0 else changed[-1 - position]).cloned
+            ),
+            frozenset(unchecked),
+            frozenset(changed),
             frozenset(self._rebuild_arguments.get(index, ())),
             tuple((position, named[index, position]) for position in sorted(keep) if (index, position) in named),
         )
@@ -392,13 +447,6 @@ class Observer(TorchDispatchMode):
                     f"recomputed code reads that tensor afterwards; replay skips the region, so the change would be missing.\n"
                     f"To fix: return the modified tensor from the region and use the returned one, work on a .clone() inside the "
                     f"region, or mark it recompute=True."
-                )
-        for before, after, name in self._overwritten:
-            if before in needed and after in needed:
-                raise ModifiedError(
-                    f"Region {display_name(self._tape.name, name)} (recompute=False) modifies a tensor in place that recomputed code "
-                    f"reads both before and after; replay skips the region and could serve only one of the two values.\n"
-                    f"To fix: work on a .clone() inside the region and use what it returns."
                 )
         if self._tape.hooks:
             return  # the user carries state; what is modified outside the body is theirs to restore
@@ -452,12 +500,14 @@ def _shares(tensor: Tensor, keys: list[int]) -> bool:
 
 def _with_siblings(region: Region, keep: set[int]) -> set[int]:
     """``keep`` and the outputs on the same storages, which cost nothing more."""
-    kept_keys = {key for position in keep for key in _data_keys(region.outputs[position])}
-    return {
+    wanted = {position for position in keep if position >= 0}
+    kept_keys = {key for position in wanted for key in _data_keys(region.outputs[position])}
+    siblings = {
         position
         for position, output in enumerate(region.outputs)
-        if output.kind is OutputKind.KEPT and (position in keep or any(key in kept_keys for key in _data_keys(output)))
+        if output.kind is OutputKind.KEPT and (position in wanted or any(key in kept_keys for key in _data_keys(output)))
     }
+    return siblings | {position for position in keep if position < 0}
 
 
 def _data_keys(output: Output) -> list[int]:

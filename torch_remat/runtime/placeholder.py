@@ -15,6 +15,7 @@ Rules:
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +24,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from torch_remat.errors import InvalidTypeError, PlaceholderError
 
-__all__ = ["METADATA_ONLY", "Meta", "Origin", "can_stand_in", "is_placeholder", "make", "meta_of", "missing", "user_line"]
+__all__ = ["METADATA_ONLY", "Meta", "Origin", "can_stand_in", "inner_tensors", "is_placeholder", "make", "meta_of", "missing", "user_line"]
 
 _throw_on_data_ptr = getattr(torch._C, "_set_throw_on_mutable_data_ptr", None)
 
@@ -129,8 +130,8 @@ def _find(tensor: Tensor) -> Any:
     if kind is Placeholder:
         return tensor
     if is_traceable_wrapper_subclass(tensor):
-        for name in tensor.__tensor_flatten__()[0]:
-            found = _find(getattr(tensor, name))
+        for _, inner in inner_tensors(tensor):
+            found = _find(inner)
             if found is not None:
                 return found
     return None
@@ -145,7 +146,7 @@ def can_stand_in(tensor: Tensor) -> bool:
         return True
     if not is_traceable_wrapper_subclass(tensor) or tensor.is_nested or tensor.layout is not torch.strided:
         return False
-    return all(can_stand_in(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0])
+    return all(can_stand_in(inner) for _, inner in inner_tensors(tensor))
 
 
 def meta_of(tensor: Tensor) -> Meta:
@@ -154,7 +155,8 @@ def meta_of(tensor: Tensor) -> Meta:
     kind = type(tensor)
     if kind is not Tensor and kind is not torch.nn.Parameter and kind is not Placeholder:
         names, context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
-        subclass = (kind, names, [meta_of(getattr(tensor, name)) for name in names], context)
+        inner = [getattr(tensor, name) for name in names]
+        subclass = (kind, names, [meta_of(one) if isinstance(one, Tensor) else one for one in inner], context)
     return Meta(
         tuple(tensor.shape),
         tensor.stride(),
@@ -171,11 +173,22 @@ def make(meta: Meta, origin: Origin) -> Tensor:
     if meta.subclass is None:
         return Placeholder(meta, origin)
     kind, names, inner, context = meta.subclass
-    tensors = {name: make(part._replace(requires_grad=False), origin) for name, part in zip(names, inner, strict=True)}
+    tensors = {
+        name: make(part._replace(requires_grad=False), origin) if isinstance(part, Meta) else part
+        for name, part in zip(names, inner, strict=True)
+    }
     made = kind.__tensor_unflatten__(tensors, context, torch.Size(meta.size), meta.stride)
     if meta.requires_grad != made.requires_grad:
         made.requires_grad_(meta.requires_grad)
     return made
+
+
+def inner_tensors(tensor: Any) -> Iterator[tuple[str, Tensor]]:
+    """Names and values of the tensors that a traceable wrapper subclass is made of."""
+    for name in tensor.__tensor_flatten__()[0]:
+        inner = getattr(tensor, name)
+        if isinstance(inner, Tensor):  # DTensor lists its mesh among them
+            yield name, inner
 
 
 def user_line() -> str:

@@ -30,9 +30,13 @@ class Step:
     recompute: bool
     slots_before: int
     keep: frozenset[int] = frozenset()
-    """Leaves of the output that replay reads: persisted."""
+    """Leaves of the output that replay reads: persisted. ``-1 - i`` stands for leaf ``i`` of the arguments, modified in place."""
     clone: frozenset[int] = frozenset()
     """Those of ``keep`` that the body modifies in place later: persisted as a private copy."""
+    unchecked: frozenset[int] = frozenset()
+    """Those of ``keep`` that a later SAVE region overwrites before anything reads them: their versions do not matter."""
+    changed: frozenset[int] = frozenset()
+    """Leaves of the arguments that the region modifies in place."""
     rebuild: frozenset[int] = frozenset()
     """Leaves of the arguments that the region saves and that replay can make: dropped and rebuilt."""
     readers: tuple[tuple[int, str], ...] = ()
@@ -51,6 +55,10 @@ class Plan:
     """Replay must run to its end: the tail modifies a tensor that was saved before."""
     random: str | None = None
     """The first random operation of recomputed code, for the error when a call brings no state hook."""
+    own_generators: bool = False
+    """Recomputed code draws from generators other than the default ones: replay is watched."""
+    watched: tuple[tuple[int, int], ...] = ()
+    """(slot, output leaf) where an output of the checkpoint is itself saved: modifying it afterwards must be noticed."""
     externals: tuple[Any, ...] = ()
     """Where the parameters and buffers that replay reads are found; see ``externals.py``."""
 

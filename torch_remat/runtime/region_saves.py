@@ -19,6 +19,7 @@ from torch import Tensor
 
 from torch_remat.errors import display_name
 from torch_remat.runtime.hooks import HookPair, SavedTensorKind, call_pack
+from torch_remat.runtime.observe import WeakStorage
 from torch_remat.runtime.plan import Step
 from torch_remat.runtime.tape import Kept, Packed, Region, Slot, version_of, version_probe
 
@@ -34,18 +35,23 @@ class RegionSaves:
     """The pack hook of one SAVE region call."""
 
     def __init__(
-        self, frame: ForwardFrame, record: Region, step: Step | None, pair: HookPair | None, leaves: list[Any]
+        self,
+        frame: ForwardFrame,
+        record: Region,
+        step: Step | None,
+        pair: HookPair | None,
+        leaves: list[Any],
+        versions: list[int],
     ) -> None:
-        self.leaves = leaves
         self._frame = frame
         self._record = record
         self._pair = pair
         self._observer = frame.observer
         self._index = len(frame.tape.order) - 1
         self._saved = 0
-        self._packed: list[tuple[Any, Any]] = []  # geometry on its storage, payload
+        self._packed: list[tuple[Any, Any, WeakStorage]] = []  # geometry on its storage, payload, the storage's identity
         self._targets = [
-            (index, leaf, version_of(leaf))
+            (index, leaf, versions[index])
             for index, leaf in enumerate(leaves)
             if isinstance(leaf, Tensor) and self._replay_makes(index, leaf, step)
         ]
@@ -73,15 +79,24 @@ class RegionSaves:
         detached = tensor.detach()
         payload = call_pack(self._pair, detached, SavedTensorKind.BACKWARD, self._pair.capture())
         if type(tensor) in _PLAIN:
-            self._packed.append((_geometry(detached), payload))
+            self._packed.append((_geometry(detached), payload, WeakStorage(detached.untyped_storage())))
         return Packed(payload, self._pair.unpack, version_probe(tensor), self._label(label))
+
+    def close(self) -> None:
+        """The region has returned. Autograd keeps the pack hook beside what it packed: let it hold no tensor."""
+        self._targets = []
+        self._observer = None
+
+    def forget(self) -> None:
+        """No output of the region can be packed any more."""
+        self._packed = []
 
     def packed_twin(self, tensor: Tensor) -> Any:
         """The payload of a save with the same memory and geometry as ``tensor``, if this region packed one."""
         if type(tensor) not in _PLAIN:
             return None
         wanted = _geometry(tensor)
-        return next((payload for geometry, payload in self._packed if geometry == wanted), None)
+        return next((payload for geometry, payload, _ in self._packed if geometry == wanted), None)
 
     def _slot(self, index: int, argument: Tensor, tensor: Tensor, geometry: Any) -> Slot:
         expected = (argument.shape, argument.dtype, argument.device)

@@ -15,14 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_remat.errors import ModifiedError, PolicyDriftError, RandomStateError, SavesDriftError, display_name
+from torch_remat.errors import InvalidTypeError, ModifiedError, PolicyDriftError, RandomStateError, SavesDriftError, display_name
 from torch_remat.runtime import placeholder
 from torch_remat.runtime.frame import Frame, current_frame, scopes
+from torch_remat.runtime.graft import as_result
 from torch_remat.runtime.hooks import pop_hooks, push_hooks
 from torch_remat.runtime.observe import private_copy, random_message
-from torch_remat.runtime.placeholder import Origin, is_placeholder
+from torch_remat.runtime.placeholder import Meta, Origin, is_placeholder
 from torch_remat.runtime.plan import registry
-from torch_remat.runtime.state import GeneratorGuard, restored
+from torch_remat.runtime.state import GeneratorGuard, GeneratorWatch, restored
 from torch_remat.runtime.tape import Output, OutputKind, Region, Slot, Tape, version_of
 from torch_remat.runtime.tree import LEAF, flatten, unflatten
 
@@ -45,13 +46,15 @@ class ReplayFrame(Frame):
         self._position = 0
         self._remaining = tape.unfilled()
         self._stops = not tape.to_end
-        self.served: dict[int, Tensor] = {}  # tensors handed to the body, by id: leaves here that forward did not have as leaves
+        self.input_ids: set[int] = set()
+        self._inner = 0
+        self._undo: list[tuple[Any, Any]] = []  # state hooks of checkpoints inside this one, and what they were before replay
 
     # Saves of recomputed code (rule 1) ----------------------------------------------------------------------------------
 
     def pack(self, tensor: Tensor) -> Any:
         """Pack hook of recomputed code in replay."""
-        if tensor.requires_grad and tensor.is_leaf and id(tensor) not in self.served:
+        if tensor.requires_grad and tensor.is_leaf and id(tensor) not in self.input_ids:
             return tensor
         position = self._position
         self._position = position + 1
@@ -73,7 +76,7 @@ class ReplayFrame(Frame):
     def _fill(self, slot: Slot, kept: Tensor, original: Tensor) -> None:
         slot.tensor = kept
         slot.version = version_of(kept)
-        if _set_version is None:
+        if _set_version is None or self.tape.hooks:  # copies count from 0; what a state hook writes moves versions
             slot.forward_version = slot.version
         self._remaining -= 1
         if self._remaining == 0 and self._stops:
@@ -110,18 +113,18 @@ class ReplayFrame(Frame):
         return function(*args, **kwargs) if recompute else self._skip(record, args, kwargs)
 
     def _skip(self, record: Region, args: Any, kwargs: Any) -> Any:
-        arguments: list[Any] | None = None
-        if record.rebuilds or any(output.kind in _OF_ARGUMENTS for output in record.outputs):
-            arguments = []
+        arguments: list[Any] = []
+        if record.rebuilds or record.changed or any(output.kind in _OF_ARGUMENTS for output in record.outputs):
             for value in (*args, *kwargs.values()):
                 flatten(value, arguments)
             for reference, index, geometry in record.rebuilds:
                 slot = reference()
                 if slot is not None and slot.tensor is None:
                     self._rebuild(record, slot, index, geometry, arguments)
-        if record.exit_states is not None:
-            for hook, state in zip(self.tape.hooks, record.exit_states, strict=True):
-                hook.restore(state)
+            for index, output in record.changed:
+                arguments[index] = self._change_again(record, index, output, arguments)
+        for hook, state in record.exit_states:
+            hook.restore(state)
         if record.error is not None:
             raise record.error
         leaves: list[Any] = []
@@ -129,14 +132,30 @@ class ReplayFrame(Frame):
             leaves.append(self._serve(record, position, output, arguments, leaves))
         return unflatten(record.spec, leaves)
 
-    def _rebuild(self, record: Region, slot: Slot, index: int, geometry: Any, arguments: list[Any]) -> None:
-        name = display_name(self.tape.name, record.name)
+    def _change_again(self, record: Region, index: int, output: Output, arguments: list[Any]) -> Tensor:
+        """Give argument ``index`` the value that the region left in it; returns the tensor that holds it."""
+        argument = self._argument(record, index, arguments)
+        value = self.data(output, f"argument {index} for {display_name(self.tape.name, record.name)}")
+        if type(argument) is not Tensor and is_placeholder(argument):
+            return value  # nobody reads the argument under its old name, or the placeholder will say so
+        with torch.set_grad_enabled(value.requires_grad and not argument.requires_grad):
+            argument.copy_(value)
+        _restore_version(argument, output)
+        return argument
+
+    def _argument(self, record: Region, index: int, arguments: list[Any]) -> Tensor:
         argument = arguments[index] if index < len(arguments) else None
         if not isinstance(argument, Tensor):
             raise PolicyDriftError(
-                f"Region {name} is called with other arguments in replay: argument leaf {index} is {type(argument).__name__}, in "
-                f"forward it was a tensor that the region saves.\nTo fix: call the region in the same way in both passes."
+                f"Region {display_name(self.tape.name, record.name)} is called with other arguments in replay: leaf {index} of its "
+                f"arguments is {type(argument).__name__}, in forward it was a tensor.\n"
+                f"To fix: call the region in the same way in both passes."
             )
+        return argument
+
+    def _rebuild(self, record: Region, slot: Slot, index: int, geometry: Any, arguments: list[Any]) -> None:
+        name = display_name(self.tape.name, record.name)
+        argument = self._argument(record, index, arguments)
         found = (argument.shape, argument.dtype, argument.device)
         if slot.expected is not None and found != slot.expected:
             raise SavesDriftError(
@@ -158,23 +177,19 @@ class ReplayFrame(Frame):
             kept = kept.as_strided(size, stride, argument.storage_offset() + start)
         self._fill(slot, kept, argument)
 
-    def _serve(self, record: Region, position: int, output: Output, arguments: list[Any] | None, leaves: list[Any]) -> Any:
+    def _serve(self, record: Region, position: int, output: Output, arguments: list[Any], leaves: list[Any]) -> Any:
         kind = output.kind
         if kind is OutputKind.PLACEHOLDER:
+            name = display_name(self.tape.name)
             what = f"output {_label(record, position)} of region {display_name(self.tape.name, record.name)}"
-            return self.hand(placeholder.make(output.meta, Origin(display_name(self.tape.name), what)))
+            return _stand_in(output.meta, Origin(name, what))
         if kind is OutputKind.KEPT:
-            return self.hand(self.data(output, f"output.{position} for {display_name(self.tape.name, record.name)}"))
+            return self.data(output, f"output.{position} for {display_name(self.tape.name, record.name)}")
         if kind is OutputKind.OBJECT:
             return output.data
         if kind is OutputKind.REPEAT:
             return leaves[output.data]
-        argument = arguments[output.data] if arguments is not None and output.data < len(arguments) else None
-        if not isinstance(argument, Tensor):
-            raise PolicyDriftError(
-                f"Region {display_name(self.tape.name, record.name)} is called with other arguments in replay: leaf {output.data}, which "
-                f"it returned in forward, is {type(argument).__name__}.\nTo fix: call the region in the same way in both passes."
-            )
+        argument = self._argument(record, output.data, arguments)
         if kind is OutputKind.ARGUMENT:
             return argument
         (size, stride, start), shape, argument_stride = output.meta
@@ -188,34 +203,44 @@ class ReplayFrame(Frame):
     # What is handed to the body -----------------------------------------------------------------------------------------
 
     def data(self, output: Output, what: str) -> Tensor:
-        """The tensor of a persisted output or input, as a leaf of replay, checked against later modification."""
-        version = output.version
+        """The tensor of a persisted output or input, checked against later modification."""
         if output.unpack is not None:
             tensor = output.unpack(output.data)
-            version, probe = output.version
-            if probe is not None and probe._version != version:
-                raise modified(what, self.tape)
-            if tensor.requires_grad or tensor.grad_fn is not None:
-                tensor = tensor.detach()
+            if not isinstance(tensor, Tensor):
+                raise InvalidTypeError(f"the unpack hook returned {type(tensor).__name__} for {what}, expected the tensor.")
+            if output.version is not None:
+                version, probe = output.version
+                if probe is not None and version_of(probe) != version:
+                    raise modified(what, self.tape)
+            tensor = tensor.detach()
         elif output.cloned:
             tensor = private_copy(output.data)
         else:
             tensor = output.data
-            if version_of(tensor) != version:
+            if output.version is not None and version_of(tensor) != output.version:
                 raise modified(what, self.tape)
             if tensor.is_leaf and tensor.requires_grad:
                 return tensor
             tensor = tensor.detach()
-        if _set_version is not None and version >= 0 and version_of(tensor) != version:
-            _set_version((tensor,), (version,))
-        if output.meta and not tensor.requires_grad:
-            tensor = _non_leaf(tensor) if output.cloned else tensor.requires_grad_()
-        return tensor
+        _restore_version(tensor, output)
+        return as_result(tensor) if output.meta else tensor
 
-    def hand(self, tensor: Tensor) -> Tensor:
-        """Remember that ``tensor`` came from us: forward did not have it as a leaf of its own."""
-        self.served[id(tensor)] = tensor
-        return tensor
+    # Checkpoints inside this one ----------------------------------------------------------------------------------------
+
+    def enter_checkpoint(self, hooks: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Set the state hooks of a checkpoint inside this one as they were at its entry."""
+        if hooks:
+            states = self.tape.inner_states[self._inner]
+            self._inner += 1
+            self._undo.extend((hook, hook.snapshot()) for hook in hooks)
+            for hook, state in zip(hooks, states, strict=True):
+                hook.restore(state)
+        return ()
+
+    def undo(self) -> None:
+        """Set the state hooks of inner checkpoints as they were before replay."""
+        for hook, state in reversed(self._undo):
+            hook.restore(state)
 
     # The end ------------------------------------------------------------------------------------------------------------
 
@@ -247,21 +272,37 @@ class ReplayFrame(Frame):
         )
 
 
+def _restore_version(tensor: Tensor, output: Output) -> None:
+    """Give a copy the version counter that the original had, so that versions compare between the passes."""
+    version = output.version[0] if isinstance(output.version, tuple) else output.version
+    if _set_version is not None and version is not None and version >= 0 and version_of(tensor) not in (version, -1):
+        _set_version((tensor,), (version,))
+
+
+def _stand_in(meta: Meta, origin: Origin) -> Tensor:
+    if not meta.requires_grad:
+        return placeholder.make(meta, origin)
+    return as_result(placeholder.make(meta._replace(requires_grad=False), origin))
+
+
 _OF_ARGUMENTS = (OutputKind.ARGUMENT, OutputKind.ARGUMENT_VIEW)
 
 
 def replay(tape: Tape) -> None:
     """Run the body of ``tape`` again and fill its living slots."""
     tape.replays += 1
-    args, kwargs, served = _inputs(tape)
     frame = ReplayFrame(tape)
-    frame.served.update(served)
-    guard = GeneratorGuard()
+    args, kwargs = _inputs(tape, frame)
+    guard = GeneratorGuard(tape.generators)
     outer = [hook.snapshot() for hook in tape.hooks]
     try:
         for hook, state in zip(tape.hooks, tape.states, strict=True):
             hook.restore(state)
-        _run(frame, tape, args, kwargs)
+        if tape.generators is None:
+            _run(frame, tape, args, kwargs)
+        else:
+            with GeneratorWatch(guard):
+                _run(frame, tape, args, kwargs)
     except placeholder.PlaceholderError:
         if tape.key is not None:
             registry.forget(tape.key)  # the next call of this body is observed again
@@ -271,12 +312,25 @@ def replay(tape: Tape) -> None:
         _put_back(guard, tape)
         raise
     finally:
+        unmodified = _unmodified(tape) if tape.hooks else []
+        frame.undo()
         for hook, state in zip(tape.hooks, outer, strict=True):
             hook.restore(state)
+        for slot in unmodified:
+            slot.version = slot.forward_version = version_of(slot.tensor)
     moved = guard.moved()
     if moved is not None:
         guard.put_back()
-        raise RandomStateError(random_message(tape.name, "seen in replay", moved, False))
+        raise RandomStateError(random_message(tape.name, "seen in replay", moved, guard.is_own(moved)))
+
+
+def _unmodified(tape: Tape) -> list[Any]:
+    """The filled slots whose tensors replay itself has not modified since: what state hooks write from here on is theirs."""
+    found = []
+    for slot in tape.living_slots():
+        if slot.tensor is not None and version_of(slot.tensor) == slot.version == slot.forward_version:
+            found.append(slot)
+    return found
 
 
 def _put_back(guard: GeneratorGuard, tape: Tape) -> None:
@@ -307,7 +361,7 @@ def _identity(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _inputs(tape: Tape) -> tuple[Any, Any, dict[int, Tensor]]:
+def _inputs(tape: Tape, frame: ReplayFrame) -> Any:
     """The arguments for replay: the same leaves and objects, fresh aliases of other tensors, in containers like forward's."""
     for name, tensor, version in tape.externals:
         if tensor._version != version:
@@ -316,37 +370,19 @@ def _inputs(tape: Tape) -> tuple[Any, Any, dict[int, Tensor]]:
                 f"backward; a replay would compute with the new value.\n"
                 f"To fix: call backward before the optimizer step (or whatever changes {name})."
             )
-    frame = ReplayFrame(tape)
     leaves: list[Any] = []
     for index, output in enumerate(tape.inputs):
         if output.kind is OutputKind.OBJECT:
             leaves.append(output.data)
         elif output.kind is OutputKind.PLACEHOLDER:
             origin = Origin(display_name(tape.name), f"input {index}")
-            leaves.append(frame.hand(placeholder.make(output.meta, origin)))
+            leaves.append(_stand_in(output.meta, origin))
         elif output.kind is OutputKind.REPEAT:
             leaves.append(leaves[output.data])
         else:
-            leaves.append(frame.hand(frame.data(output, f"input {index}")))
-    args, kwargs = unflatten(tape.spec, leaves)
-    return args, kwargs, frame.served
-
-
-class _NonLeaf(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, flag: Tensor, box: list[Tensor]) -> Tensor:
-        return box[0]
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        return None, None
-
-
-def _non_leaf(tensor: Tensor) -> Tensor:
-    """``tensor`` as the result of an operation, so that in-place operations on it are as legal as they were in forward."""
-    flag = torch.empty(0, requires_grad=True)
-    with torch.enable_grad():
-        return _NonLeaf.apply(flag, [tensor])
+            leaves.append(frame.data(output, f"input {index}"))
+    frame.input_ids = {id(leaf) for leaf in leaves if isinstance(leaf, Tensor)}
+    return unflatten(tape.spec, leaves)
 
 
 def modified(what: str, tape: Tape) -> ModifiedError:

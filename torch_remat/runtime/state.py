@@ -7,6 +7,7 @@ a :class:`RecomputeStateHook`; and random generators, for which :class:`Generato
 
 from __future__ import annotations
 
+import ctypes
 import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,10 +15,11 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from torch_remat.errors import InvalidTypeError
 
-__all__ = ["Ambient", "GeneratorGuard", "GeneratorHook", "RecomputeStateHook", "capture_ambient", "restored"]
+__all__ = ["Ambient", "GeneratorGuard", "GeneratorHook", "GeneratorWatch", "RecomputeStateHook", "capture_ambient", "restored"]
 
 
 @runtime_checkable
@@ -109,21 +111,33 @@ def _set_state(generator: torch.Generator, state: Any) -> None:
 
 
 class GeneratorGuard:
-    """The states of the default generators at one moment; tells later whether one has moved."""
+    """The states of the default generators, and of others given, at one moment; tells later whether one has moved."""
 
-    __slots__ = ("_before",)
+    __slots__ = ("_before", "_own")
 
-    def __init__(self) -> None:
-        self._before = [(torch.default_generator, torch.default_generator.get_state())]
+    def __init__(self, own: list[torch.Generator] | None = None) -> None:
+        self._before: list[tuple[torch.Generator, Any]] = [(torch.default_generator, _state(torch.default_generator))]
+        self._own: list[torch.Generator] = []
         if torch.cuda.is_initialized():
             generator = torch.cuda.default_generators[torch.cuda.current_device()]
-            self._before.append((generator, _state(generator)))  # type: ignore[arg-type]
+            self._before.append((generator, _state(generator)))
+        for generator in own or ():
+            self.add(generator)
+
+    def add(self, generator: torch.Generator) -> None:
+        """Guard a generator from now on."""
+        if all(known is not generator for known, _ in self._before):
+            self._before.append((generator, _state(generator)))
+            self._own.append(generator)
+
+    def is_own(self, generator: torch.Generator) -> bool:
+        """Whether ``generator`` is none of the default ones."""
+        return any(one is generator for one in self._own)
 
     def moved(self) -> torch.Generator | None:
         """The first generator that is not where it was; None when all are."""
         for generator, before in self._before:
-            now = _state(generator)
-            if not (now == before if isinstance(now, tuple) else torch.equal(now, before)):
+            if not _same(_state(generator), before):
                 return generator
         return None
 
@@ -131,6 +145,33 @@ class GeneratorGuard:
         """Set every generator to where it was."""
         for generator, before in self._before:
             _set_state(generator, before)
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, tuple):
+        return a == b
+    # Bytes, not torch.equal: no dispatch mode that is active may see or change the comparison.
+    return a.nbytes == b.nbytes and ctypes.string_at(a.data_ptr(), a.nbytes) == ctypes.string_at(b.data_ptr(), b.nbytes)
+
+
+class GeneratorWatch(TorchDispatchMode):
+    """Guards generators that operations are given, from their first use in a replay on."""
+
+    def __init__(self, guard: GeneratorGuard) -> None:
+        super().__init__()
+        self._guard = guard
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Compiled functions stay compiled while we look."""
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        for value in (*args, *kwargs.values()):
+            if isinstance(value, torch.Generator):
+                self._guard.add(value)
+        return func(*args, **kwargs)
 
 
 class Ambient:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import enum
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -41,13 +41,14 @@ class Slot:
     ``forward_version`` and ``version`` are the version counters at the save in forward and at the fill in replay.
     """
 
-    __slots__ = ("__weakref__", "expected", "forward_version", "tensor", "version")
+    __slots__ = ("__weakref__", "expected", "forward_version", "probe", "tensor", "version")
 
     def __init__(self, expected: tuple[Any, ...] | None, forward_version: int) -> None:
         self.tensor: Tensor | None = None
         self.version = 0
         self.expected = expected
         self.forward_version = forward_version
+        self.probe: Tensor | None = None  # shares the version counter of an output that user code may modify after forward
 
 
 class Kept:
@@ -79,7 +80,7 @@ class OutputKind(enum.IntEnum):
 
     OBJECT = 0  # not a tensor: the very object is handed out again
     KEPT = 1  # persisted: data is on the tape (or in a hook's payload)
-    PLACEHOLDER = 2  # only metadata is kept
+    PLACEHOLDER = 2  # only metadata is kept; data is a weak reference until forward has ended
     ARGUMENT = 3  # the region returned one of its arguments: replay returns its own
     ARGUMENT_VIEW = 4  # a view of an argument's memory: rebuilt from replay's own argument
     REPEAT = 5  # the same tensor as an earlier leaf
@@ -95,14 +96,14 @@ class Output:
         self.data = data  # OBJECT: the object; KEPT: tensor or payload; ARGUMENT*: index; REPEAT: index of the first leaf
         self.meta = meta  # metadata for a placeholder; requires_grad for KEPT; geometry for ARGUMENT_VIEW
         self.unpack: Callable[[Any], Any] | None = None  # set where a hook packed the data
-        self.version: Any = None  # int, or a version probe where a hook packed the data
+        self.version: Any = None  # of the tensor; with a version probe where a hook packed the data; None: not checked
         self.cloned = False  # data is a private copy, because the body modifies the output in place
 
 
 class Region:
     """What forward records of one region call."""
 
-    __slots__ = ("error", "exit_states", "name", "outputs", "rebuilds", "recompute", "slots_before", "spec")
+    __slots__ = ("changed", "error", "exit_states", "name", "outputs", "rebuilds", "recompute", "slots_before", "spec")
 
     def __init__(self, name: str, recompute: bool, slots_before: int) -> None:
         self.name = name
@@ -110,9 +111,10 @@ class Region:
         self.slots_before = slots_before  # recomputed saves before this call: where replay must stand when it gets here
         self.spec: Any = None
         self.outputs: list[Output] = []
+        self.changed: list[tuple[int, Output]] = []  # leaves of the arguments that the body modified in place, as it left them
         self.rebuilds: list[tuple[weakref.ref[Slot], int, Any]] = []  # slot, leaf of the arguments, view geometry
         self.error: BaseException | None = None  # what the body of a SAVE region raised
-        self.exit_states: list[Any] | None = None  # of the state hooks
+        self.exit_states: list[tuple[Any, Any]] = []  # state hooks and what they were when the region returned
 
 
 class Tape:
@@ -126,7 +128,9 @@ class Tape:
         "first_sequence_nr",
         "fits",
         "function",
+        "generators",
         "hooks",
+        "inner_states",
         "inputs",
         "key",
         "lock",
@@ -155,6 +159,8 @@ class Tape:
         self.ambient: Any = None  # autocast and friends, as forward saw them
         self.hooks: tuple[Any, ...] = ()  # state hooks
         self.states: list[Any] = []  # of the state hooks at entry
+        self.inner_states: list[list[Any]] = []  # of the hooks of checkpoints inside this one, at their entries
+        self.generators: list[torch.Generator] | None = None  # drawn from in recomputed code besides the default ones
         self.externals: list[tuple[str, Tensor, int]] = []  # parameters and buffers that replay reads, with their versions
         self.first_sequence_nr = 0  # autograd nodes of this body have at least this number
         self.key: Any = None  # under which the plans of this body are registered
@@ -177,23 +183,21 @@ class Tape:
         self.states = []
         self.externals = []
 
-    def rebuilds_alive(self) -> bool:
-        """Whether some SAVE region waits for an argument to be rebuilt."""
-        return any(reference() is not None for region in self.order for reference, _, _ in region.rebuilds)
-
-    def unfilled(self) -> int:
-        """How many living slots wait for a tensor."""
-        count = 0
+    def living_slots(self) -> Iterator[Slot]:
+        """The slots that some autograd node still owns."""
         for reference in self.slots:
             slot = reference()
-            if slot is not None and slot.tensor is None:
-                count += 1
+            if slot is not None:
+                yield slot
         for region in self.order:
             for reference, _, _ in region.rebuilds:
                 slot = reference()
-                if slot is not None and slot.tensor is None:
-                    count += 1
-        return count
+                if slot is not None:
+                    yield slot
+
+    def unfilled(self) -> int:
+        """How many living slots wait for a tensor."""
+        return sum(slot.tensor is None for slot in self.living_slots())
 
 
 def version_probe(tensor: Tensor) -> Tensor:

@@ -1,0 +1,127 @@
+"""What a SAVE region returned and what it changed: how replay will get each of it without running the region.
+
+Rules for a tensor that the region returned, in this order:
+ 1. It is an argument: replay returns its own argument.
+ 2. It is a view inside an argument's memory: rebuilt from replay's argument.
+ 3. The plan says that replay reads it, or there is no plan, or no placeholder can stand for it: persisted.
+ 4. A placeholder stands for it.
+
+An argument that the region modified in place is kept as the region left it, and replay writes that into its own argument: the region
+is skipped, its effect on arguments is not. Where the argument came from another SAVE region or is the checkpoint's input, and the
+plan says that nobody reads it, nothing is kept.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from torch_remat.runtime.hooks import HookPair
+from torch_remat.runtime.observe import private_copy
+from torch_remat.runtime.placeholder import can_stand_in, meta_of
+from torch_remat.runtime.plan import Step
+from torch_remat.runtime.region_saves import RegionSaves
+from torch_remat.runtime.tape import Output, OutputKind, Region, version_of
+from torch_remat.runtime.tree import LEAF, flatten, is_container
+
+if TYPE_CHECKING:
+    from torch_remat.runtime.forward import ForwardFrame
+
+__all__ = ["SaveOutputs"]
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
+class SaveOutputs:
+    """Fills the outputs of one region's record."""
+
+    __slots__ = ("_context", "_frame", "_pair", "_record", "_saves", "_step")
+
+    def __init__(
+        self, frame: ForwardFrame, record: Region, step: Step | None, pair: HookPair | None, saves: RegionSaves | None
+    ) -> None:
+        self._frame = frame
+        self._record = record
+        self._step = step
+        self._pair = pair
+        self._saves = saves
+        self._context = None if pair is None else pair.capture()
+
+    def add_changed(self, index: int, argument: Tensor) -> None:
+        """The region modified leaf ``index`` of its arguments in place."""
+        step = self._step
+        if self._frame.observer is None and (step is None or index not in step.changed):
+            self._frame.tape.to_end = True  # replay must come past here, to notice what was saved before and changed now
+        if step is None or -1 - index in step.keep or index not in step.changed:
+            self._record.changed.append((index, self._kept(argument, -1 - index)))
+
+    def add_result(self, result: Any, arguments: list[Any]) -> list[Any]:
+        """Record what the region returned; returns the leaves of ``result``."""
+        record = self._record
+        leaves: list[Any] = []
+        if is_container(result):
+            record.spec = flatten(result, leaves)
+        else:
+            leaves.append(result)
+            record.spec = LEAF
+        seen: dict[int, int] = {}
+        for position, leaf in enumerate(leaves):
+            if not isinstance(leaf, Tensor):
+                record.outputs.append(Output(OutputKind.OBJECT, leaf))
+                continue
+            first = seen.setdefault(id(leaf), position)
+            if first != position:
+                record.outputs.append(Output(OutputKind.REPEAT, first))
+            else:
+                record.outputs.append(self._output(position, leaf, arguments))
+        return leaves
+
+    def _output(self, position: int, leaf: Tensor, arguments: list[Any]) -> Output:
+        output = _from_argument(leaf, arguments)
+        if output is not None:
+            return output
+        step = self._step
+        if step is None or position in step.keep or not can_stand_in(leaf):
+            return self._kept(leaf, position)
+        return Output(OutputKind.PLACEHOLDER, (weakref.ref(leaf), version_of(leaf)), meta_of(leaf))
+
+    def _kept(self, tensor: Tensor, position: int) -> Output:
+        output = Output(OutputKind.KEPT, None, tensor.requires_grad)
+        step = self._step
+        if step is not None and position in step.clone:
+            output.data = private_copy(tensor)
+            output.cloned = True
+        else:
+            output.data = tensor.detach()
+        if step is None or position not in step.unchecked:
+            output.version = version_of(output.data) if not output.cloned else version_of(tensor)
+        if self._pair is not None:
+            output.unpack = (self._pair, self._context, self._saves)  # type: ignore[assignment] - packed when a reader is known
+            if self._frame.observer is None:
+                self._frame.pack_output(output)
+        return output
+
+
+def _from_argument(leaf: Tensor, arguments: list[Any]) -> Output | None:
+    """The record for an output that is an argument or a plain view of one."""
+    for index, argument in enumerate(arguments):
+        if argument is leaf:
+            return Output(OutputKind.ARGUMENT, index)
+    base = leaf._base if type(leaf) is Tensor else None
+    if base is None:
+        return None
+    for index, argument in enumerate(arguments):
+        if (
+            type(argument) in _PLAIN
+            and (argument is base or argument._base is base)
+            and argument.dtype is leaf.dtype
+            and argument.is_conj() == leaf.is_conj()
+            and argument.is_neg() == leaf.is_neg()
+            and argument._version == leaf._version
+        ):
+            geometry = (leaf.shape, leaf.stride(), leaf.storage_offset() - argument.storage_offset())
+            return Output(OutputKind.ARGUMENT_VIEW, index, (geometry, argument.shape, argument.stride()))
+    return None
