@@ -54,7 +54,7 @@ contracts: $(MAIN_STAMP)
 
 floor-tests: $(FLOOR_STAMP)
 	@echo "== tests on torch $(FLOOR_TORCH)"
-	@.venv-floor/bin/python -m pytest -n $(WORKERS) tests
+	@.venv-floor/bin/python -m pytest -n $(WORKERS) --dist worksteal tests
 
 multi-gpu-tests: $(MAIN_STAMP)
 	@echo "== multi-process tests under torchrun"
@@ -62,7 +62,7 @@ multi-gpu-tests: $(MAIN_STAMP)
 
 main-tests: $(MAIN_STAMP)
 	@echo "== tests on the newest torch"
-	@.venv/bin/python -m pytest -n $(WORKERS) tests
+	@.venv/bin/python -m pytest -n $(WORKERS) --dist worksteal tests
 
 $(MAIN_STAMP): pyproject.toml
 	@test -n "$(PYTHON)" || { echo "No Python 3.11 or newer found. To fix: install one, or name it with make PYTHON=/path/to/python"; exit 2; }
