@@ -23,7 +23,7 @@ from torch import Tensor
 from torch_remat.errors import ModifiedError, RandomStateError, display_name
 from torch_remat.runtime import externals, events
 from torch_remat.runtime.frame import Frame, current_frame, scopes
-from torch_remat.runtime.hooks import HookPair, SavedTensorKind, active_pair, call_pack, pop_hooks, push_hooks, top_hooks
+from torch_remat.runtime.hooks import HookPair, SavedTensorKind, active_pair, call_pack, can_lift, pop_hooks, push_hooks, top_hooks
 from torch_remat.runtime.observe import Observer, private_copy, random_message, storage_keys
 from torch_remat.runtime.placeholder import can_stand_in, meta_of
 from torch_remat.runtime.plan import Plan, Step, registry
@@ -135,7 +135,7 @@ class ForwardFrame(Frame):
         saves: RegionSaves | None = None
         arguments = _leaves_of(args, kwargs)
         versions = [version_of(leaf) if isinstance(leaf, Tensor) else 0 for leaf in arguments]
-        if pair is not None or observer is not None or (step is not None and step.rebuild):
+        if pair is not None or observer is not None or (step is not None and step.rebuild) or not can_lift:
             saves = RegionSaves(self, record, step, pair, arguments, versions)
         if observer is not None:
             observer.enter_region(record)

@@ -25,6 +25,7 @@ __all__ = [
     "active_pair",
     "call_pack",
     "call_unpack",
+    "can_lift",
     "current_saved_tensor_info",
     "pop_hooks",
     "push_hooks",
@@ -35,6 +36,9 @@ __all__ = [
 push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
 pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
 _top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+can_lift = _top is not None
+"""Whether hooks can be taken off the stack for a while. Without it SAVE regions keep their saves through a hook of their own, and a
+native pair around a checkpoint is not seen."""
 
 
 class SavedTensorKind(enum.Enum):
