@@ -1,0 +1,317 @@
+"""Saved-tensor hooks, the offload contract: which tensors are packed, as what, when, and by which pair."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers.compare import compare
+from helpers.engine import EagerEngine
+from torch import Tensor
+
+import torch_remat as remat
+from torch_remat import SavedTensorInfo, SavedTensorKind
+
+INPUT, SAVE, OUTPUT = SavedTensorKind.CHECKPOINT_INPUT, SavedTensorKind.BACKWARD, SavedTensorKind.SAVE_OUTPUT
+
+
+class Recorder:
+    """A pack and unpack pair that clones (as offloading would) and logs what it sees."""
+
+    def __init__(self, name: str = "") -> None:
+        self.name = name
+        self.packed: list[tuple[SavedTensorKind | None, tuple[int, ...]]] = []
+        self.unpacked: list[tuple[SavedTensorKind | None, tuple[int, ...]]] = []
+        self.contexts: list[object] = []
+        self.tensors: list[Tensor] = []
+
+    def pack(self, tensor: Tensor) -> Any:
+        info = remat.current_saved_tensor_info()
+        self.packed.append((info.kind, tuple(tensor.shape)))
+        self.contexts.append(info.context)
+        self.tensors.append(tensor)
+        return info.kind, tensor.detach().clone(), tensor.requires_grad
+
+    def unpack(self, packed: Any) -> Tensor:
+        kind, tensor, _ = packed
+        self.unpacked.append((kind, tuple(tensor.shape)))
+        return tensor
+
+    @property
+    def pair(self) -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:
+        return self.pack, self.unpack
+
+    def clear(self) -> None:
+        for log in (self.packed, self.unpacked, self.contexts, self.tensors):
+            log.clear()
+
+    def kinds(self) -> list[SavedTensorKind | None]:
+        return [kind for kind, _ in self.packed]
+
+
+def chain_body(t: Tensor) -> Tensor:
+    """SAVE(a) -> REC(b) -> SAVE(c); a and c save an internal, b rebuilds its own and reads a's output."""
+    t = remat.region(lambda u: SavesInternal.apply(u), "a", recompute=False)(t * 2)
+    t = remat.region(lambda u: SavesInternal.apply(u) * 2, "b", recompute=True)(t)
+    return remat.region(lambda u: SavesInternal.apply(u), "c", recompute=False)(t)
+
+
+class SavesInternal(torch.autograd.Function):
+    """Sine that saves the cosine."""
+
+    @staticmethod
+    def forward(ctx: Any, t: Tensor) -> Tensor:
+        """Sine."""
+        ctx.save_for_backward(t.cos())
+        return t.sin()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        """Cosine times the gradient."""
+        return grad * ctx.saved_tensors[0]
+
+
+class TestSavedTensorsHooks:
+    """The pair of ``checkpoint(saved_tensors_hooks=...)`` and the context manager."""
+
+    def test_hooks_kinds_order_and_unpacks(self, engine: EagerEngine, x: Tensor) -> None:
+        recorder = Recorder()
+        call = engine.checkpoint(chain_body, saved_tensors_hooks=recorder.pair)
+        for step in range(3):
+            recorder.clear()
+            output = call(x)
+            if step:
+                # The output of `a` is packed once its first reader asks, or when the body has ended: never before
+                # the internals of `a`, and never twice.
+                assert recorder.kinds()[:2] == [INPUT, SAVE]
+                assert sorted(kind.name for kind in recorder.kinds() if kind) == [
+                    "BACKWARD", "BACKWARD", "CHECKPOINT_INPUT", "SAVE_OUTPUT",
+                ]  # fmt: skip
+            engine.backward([output.sum()])
+            if step:
+                kinds = [kind for kind, _ in recorder.unpacked]
+                assert kinds[-2:] == [SAVE, SAVE]
+                assert OUTPUT in kinds[:-2]
+                assert len(recorder.unpacked) <= len(recorder.packed)
+            compare(chain_body, [x], options={"saved_tensors_hooks": recorder.pair}, engine=engine, calls=1)
+
+    def test_hooks_see_detached_saves_and_live_inputs(self, engine: EagerEngine, x: Tensor) -> None:
+        recorder = Recorder()
+        engine.checkpoint(chain_body, saved_tensors_hooks=recorder.pair)(x)
+        by_kind = dict(zip(recorder.kinds(), recorder.tensors, strict=True))
+        assert by_kind[INPUT] is x
+        assert not by_kind[SAVE].requires_grad
+        assert not by_kind[OUTPUT].requires_grad
+
+    def test_hooks_see_every_input(self, engine: EagerEngine, x: Tensor) -> None:
+        """Positional, keyword and nested tensors; also leaves, parameters and integers."""
+        recorder = Recorder()
+        parameter = torch.nn.Parameter(torch.randn(2, 6, dtype=torch.float64))
+        ids = torch.tensor([1, 0, 1])
+        nested = torch.randn(3, 6, dtype=torch.float64)
+
+        def body(t: Tensor, tree: Any, *, weight: Tensor, ids: Tensor) -> Tensor:
+            return torch.exp(torch.sin(t).sum() * weight[ids] * tree["deep"][0])
+
+        call = engine.checkpoint(body, saved_tensors_hooks=recorder.pair)
+        engine.backward([call(x, {"deep": [nested]}, weight=parameter, ids=ids).sum()])
+        packed = [shape for kind, shape in recorder.packed if kind == INPUT]
+        assert sorted(packed) == sorted([(4, 6), (3, 6), (2, 6), (3,)])
+
+    def test_hooks_never_see_recomputed_saves(self, engine: EagerEngine, x: Tensor) -> None:
+        recorder = Recorder()
+
+        def body(t: Tensor) -> Tensor:
+            hidden = torch.exp(t.repeat(1, 2))  # bare: (4, 12)
+            hidden = remat.region(torch.sin, "rec", recompute=True)(hidden)
+            return remat.region(F.gelu, "rebuilt", recompute=False)(hidden)
+
+        compare(body, [x], options={"saved_tensors_hooks": recorder.pair}, engine=engine)
+        assert set(recorder.kinds()) == {INPUT}
+
+    def test_hooks_of_the_checkpoint_win_over_the_ambient_pair(self, engine: EagerEngine, x: Tensor) -> None:
+        own, ambient = Recorder("own"), Recorder("ambient")
+        call = engine.checkpoint(chain_body, saved_tensors_hooks=own.pair)
+        with remat.saved_tensors_hooks(*ambient.pair):
+            output = call(x)
+        engine.backward([output.sum()])
+        assert own.packed
+        assert not ambient.packed
+
+    @pytest.mark.parametrize("native_inside", [False, True])
+    def test_hooks_innermost_ambient_pair_applies_alone(
+        self, engine: EagerEngine, x: Tensor, native_inside: bool
+    ) -> None:
+        recorder = Recorder()
+        native: list[tuple[int, ...]] = []
+        native_pair = torch.autograd.graph.saved_tensors_hooks(
+            lambda t: (native.append(tuple(t.shape)), t.detach().clone())[1], lambda t: t
+        )
+        ours = remat.saved_tensors_hooks(*recorder.pair)
+        outer, inner = (ours, native_pair) if native_inside else (native_pair, ours)
+        call = engine.checkpoint(chain_body)
+        expected = torch.autograd.grad(chain_body(x).sum(), x)[0]
+        for _ in range(3):
+            recorder.clear()
+            native.clear()
+            x.grad = None
+            with outer, inner:
+                output = call(x)
+            engine.backward([output.sum()])
+            assert torch.equal(expected, x.grad)
+            assert bool(native) == native_inside
+            assert bool(recorder.packed) == (not native_inside)
+
+    def test_hooks_save_on_cpu(self, engine: EagerEngine, x: Tensor) -> None:
+        expected = torch.autograd.grad(chain_body(x).sum(), x)[0]
+        for _ in range(3):
+            x.grad = None
+            with torch.autograd.graph.save_on_cpu():
+                output = engine.checkpoint(chain_body)(x)
+            engine.backward([output.sum()])
+            assert torch.equal(expected, x.grad)
+
+    def test_hooks_native_pair_gives_info_for_every_kind(self, engine: EagerEngine, x: Tensor) -> None:
+        recorder = Recorder()
+        with torch.autograd.graph.saved_tensors_hooks(*recorder.pair):
+            output = engine.checkpoint(chain_body)(x)
+        engine.backward([output.sum()])
+        assert {INPUT, SAVE} <= set(recorder.kinds())
+
+    def test_hooks_entered_in_the_body(self, engine: EagerEngine, x: Tensor) -> None:
+        """They replace the pair for the SAVE regions called within."""
+        outer, inner = Recorder(), Recorder()
+
+        def body(t: Tensor) -> Tensor:
+            t = remat.region(SavesInternal.apply, "a", recompute=False)(torch.sin(t))
+            with remat.saved_tensors_hooks(*inner.pair):
+                t = remat.region(SavesInternal.apply, "b", recompute=False)(t)
+            return torch.exp(t)
+
+        compare(body, [x], options={"saved_tensors_hooks": outer.pair}, engine=engine)
+        assert SAVE in outer.kinds()
+        assert SAVE in inner.kinds()
+        assert INPUT not in inner.kinds()
+
+    def test_hooks_bound_when_packed(self, engine: EagerEngine, x: Tensor) -> None:
+        """The unpack that belongs to the pack runs, whatever is active in backward."""
+        first, second = Recorder(), Recorder()
+        with remat.saved_tensors_hooks(*first.pair):
+            output = engine.checkpoint(chain_body)(x)
+        with remat.saved_tensors_hooks(*second.pair):
+            engine.backward([output.sum()])
+        assert first.unpacked
+        assert not second.unpacked
+
+    def test_hooks_with_retain_graph(self, engine: EagerEngine, x: Tensor) -> None:
+        """Every unpack happens again; packs never repeat."""
+        recorder = Recorder()
+        output = engine.checkpoint(chain_body, saved_tensors_hooks=recorder.pair)(x)
+        packed = len(recorder.packed)
+        rounds = []
+        for retain in (True, True, False):
+            recorder.unpacked.clear()
+            engine.backward([output.sum()], retain_graph=retain)
+            rounds.append(list(recorder.unpacked))
+        assert rounds[0] == rounds[1] == rounds[2]
+        assert rounds[0]
+        assert len(recorder.packed) == packed
+
+    def test_hooks_capture_context(self, engine: EagerEngine, x: Tensor) -> None:
+        recorder, captured = Recorder(), list[int]()
+
+        def capture() -> int:
+            captured.append(len(captured))
+            return captured[-1]
+
+        with remat.saved_tensors_hooks(*recorder.pair, capture_context=capture):
+            output = engine.checkpoint(chain_body)(x)
+        engine.backward([output.sum()])
+        assert captured
+        for kind, context in zip(recorder.kinds(), recorder.contexts, strict=True):
+            assert (context is None) == (kind == INPUT)
+
+    def test_hooks_ambient_outside_a_checkpoint(self, x: Tensor) -> None:
+        """As native hooks: kind BACKWARD, no context, nothing captured."""
+        recorder = Recorder()
+
+        def never() -> object:
+            raise AssertionError("captured outside a checkpoint")
+
+        with remat.saved_tensors_hooks(*recorder.pair, capture_context=never):
+            output = torch.exp(torch.sin(x)).sum()
+        output.backward()
+        assert set(recorder.kinds()) == {SAVE}
+        assert set(recorder.contexts) == {None}
+
+    def test_hooks_info_outside_a_pack_hook(self) -> None:
+        with pytest.raises(RuntimeError, match="may only be called from"):
+            remat.current_saved_tensor_info()
+
+    def test_hooks_info_in_unpack(self, engine: EagerEngine, x: Tensor) -> None:
+        def unpack(t: Tensor) -> Tensor:
+            with pytest.raises(RuntimeError, match="may only be called from"):
+                remat.current_saved_tensor_info()
+            return t
+
+        output = engine.checkpoint(chain_body, saved_tensors_hooks=(lambda t: t, unpack))(x)
+        engine.backward([output.sum()])
+
+    def test_hooks_enum_and_info_are_values(self) -> None:
+        assert [kind.value for kind in (INPUT, SAVE, OUTPUT)] == [1, 2, 3]
+        info = SavedTensorInfo(SAVE)
+        assert info.context is None
+        assert info == SavedTensorInfo(kind=SAVE, context=None)
+        with pytest.raises(AttributeError):
+            info.kind = INPUT  # type: ignore[misc]
+
+    def test_hooks_not_called_without_grad(self, engine: EagerEngine, x: Tensor) -> None:
+        recorder = Recorder()
+        call = engine.checkpoint(chain_body, saved_tensors_hooks=recorder.pair)
+        with torch.no_grad():
+            call(x)
+        with torch.inference_mode():
+            call(x)
+        assert not recorder.packed
+
+    def test_hooks_disabled_around_a_checkpoint(self, engine: EagerEngine, x: Tensor) -> None:
+        with torch.autograd.graph.disable_saved_tensors_hooks("not here"):
+            with pytest.raises(RuntimeError, match="not here"):
+                engine.checkpoint(chain_body)(x)
+        compare(chain_body, [x], engine=engine)
+
+    def test_hooks_value_saved_and_persisted_is_packed_once(self, engine: EagerEngine, x: Tensor) -> None:
+        """``exp`` saves its own output and replay reads it: one offload, not two."""
+        recorder = Recorder()
+
+        def body(t: Tensor) -> Tensor:
+            return torch.sin(remat.region(torch.exp, "exp", recompute=False)(torch.tanh(t)))
+
+        call = engine.checkpoint(body, saved_tensors_hooks=recorder.pair)
+        for _ in range(2):
+            recorder.clear()
+            engine.backward([call(x).sum()])
+        compare(body, [x], options={"saved_tensors_hooks": recorder.pair}, engine=engine)
+        recorder.clear()
+        engine.backward([call(x).sum()])
+        assert len([kind for kind in recorder.kinds() if kind != INPUT]) == 1
+
+    @pytest.mark.parametrize("policy", ["S", "SS", "RS", "SR", "-S-"])
+    def test_hooks_that_cast_are_a_loss_of_precision_only(self, engine: EagerEngine, x: Tensor, policy: str) -> None:
+        """A pack that returns another object altogether (a file name, an index into a store)."""
+        store: dict[int, Tensor] = {}
+
+        def pack(t: Tensor) -> int:
+            store[len(store)] = t.detach().clone()
+            return len(store) - 1
+
+        def body(t: Tensor) -> Tensor:
+            t = torch.sin(t)
+            for index, letter in enumerate(policy):
+                t = torch.exp(t) if letter == "-" else remat.region(F.gelu, f"{index}", recompute=letter == "R")(t)
+            return torch.exp(t)
+
+        compare(body, [x], options={"saved_tensors_hooks": (pack, store.__getitem__)}, engine=engine)
