@@ -24,9 +24,10 @@ FLOOR_STAMP := .venv-floor/.installed-$(HASH)-$(FLOOR_TORCH)
 WORKERS ?= 2
 export OMP_NUM_THREADS := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
-PIP_INSTALL := -m pip install --quiet --prefer-binary
+# Modules are compiled when first imported: most of what is installed never is.
+PIP_INSTALL := -m pip install --quiet --prefer-binary --no-compile
 
-.PHONY: help train test lint contracts floor-tests multi-gpu-tests main-tests clean
+.PHONY: help train test environments lint contracts floor-tests multi-gpu-tests main-tests clean
 
 help:
 	@sed -n '1,4p' Makefile | sed 's/^# \{0,1\}//'
@@ -36,11 +37,14 @@ train: $(MAIN_STAMP)
 
 # In this order, so that the last lines are the summary of the main test run.
 test:
+	@$(MAKE) --no-print-directory -j2 environments
 	@$(MAKE) --no-print-directory lint
 	@$(MAKE) --no-print-directory contracts
 	@$(MAKE) --no-print-directory floor-tests
 	@$(MAKE) --no-print-directory multi-gpu-tests
 	@$(MAKE) --no-print-directory main-tests
+
+environments: $(MAIN_STAMP) $(FLOOR_STAMP)
 
 lint: $(MAIN_STAMP)
 	@echo "== lint and types"
