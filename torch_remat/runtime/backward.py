@@ -60,24 +60,31 @@ def unpacker(tape: Tape) -> Any:
             tensor = payload.tensor
             if tensor is None:
                 raise InternalError(f"replay of {display_name(tape.name)} left a slot empty")
-        if (
-            version_of(tensor) != payload.version
-            or payload.version != payload.forward_version
-            or (payload.probe is not None and version_of(payload.probe) != payload.forward_version)
-        ):
-            raise ModifiedError(
-                f"One of the variables needed for gradient computation has been modified by an inplace operation: a "
-                f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')} tensor that checkpoint {display_name(tape.name)} saved "
-                f"is no longer at version {payload.forward_version}, at which it was saved.\n"
-                f"To fix: do not modify it between its use and backward, or use a .clone()."
-            )
-        if _graph_task_id() == -1:
-            payload.tensor = None if not tape.released else tensor
-        elif not tape.released and not _leaves_filled(tape):
-            _handed.add(payload)
+        if tensor._version != payload.version or payload.probe is not None:
+            _check_version(tape, payload, tensor)
+        if not tape.released:
+            _account(tape, payload)
         return tensor
 
     return unpack
+
+
+def _check_version(tape: Tape, slot: Slot, tensor: Tensor) -> None:
+    if version_of(tensor) != slot.version or (slot.probe is not None and version_of(slot.probe) != slot.version):
+        raise ModifiedError(
+            f"One of the variables needed for gradient computation has been modified by an inplace operation: a "
+            f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')} tensor that checkpoint {display_name(tape.name)} saved "
+            f"is not at the version at which it was saved.\n"
+            f"To fix: do not modify it between its use and backward, or use a .clone()."
+        )
+
+
+def _account(tape: Tape, slot: Slot) -> None:
+    """A tensor of a tape that may be replayed again was handed out: see that it goes at its last use (rule 3)."""
+    if _graph_task_id() == -1:
+        slot.tensor = None
+    elif not _leaves_filled(tape):
+        _handed.add(slot)
 
 
 def _resident(payload: Any) -> Tensor:
@@ -106,9 +113,10 @@ def _modified(label: str) -> ModifiedError:
 
 def _ensure_filled(tape: Tape) -> None:
     with tape.lock:
-        if tape.released or not tape.unfilled():
+        unfilled = 0 if tape.released else tape.unfilled()
+        if not unfilled:
             return
-        replay(tape)
+        replay(tape, unfilled)
         if tape.complete and _graph_task_id() != -1 and _leaves_filled(tape):
             tape.release()
 

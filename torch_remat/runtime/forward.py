@@ -23,7 +23,7 @@ from torch import Tensor
 from torch_remat.errors import ModifiedError, RandomStateError, display_name
 from torch_remat.runtime import externals, events
 from torch_remat.runtime.frame import Frame, current_frame, scopes
-from torch_remat.runtime.hooks import HookPair, SavedTensorKind, active_pair, call_pack, can_lift, pop_hooks, push_hooks, top_hooks
+from torch_remat.runtime.hooks import HookPair, SavedTensorKind, call_pack, can_lift, inner_pair, native_pair, pop_hooks, push_hooks, top_hooks
 from torch_remat.runtime.observe import Observer, private_copy, random_message, storage_keys
 from torch_remat.runtime.placeholder import can_stand_in, meta_of
 from torch_remat.runtime.plan import Plan, Step, registry
@@ -35,6 +35,9 @@ from torch_remat.runtime.tree import LEAF, flatten, is_container
 __all__ = ["ForwardFrame", "run_forward"]
 
 
+_reference = weakref.ref
+
+
 class ForwardFrame(Frame):
     """The pass that fills the tape."""
 
@@ -43,6 +46,7 @@ class ForwardFrame(Frame):
         self.key = key
         self.leaves = leaves
         self.pair = pair
+        self.hook: Any = self.pack  # one object, to be recognised on the stack of hooks
         self.unpack = unpack
         self.check = check
         self.slots = tape.slots
@@ -62,12 +66,11 @@ class ForwardFrame(Frame):
     # Saves of recomputed code (rule 1) ----------------------------------------------------------------------------------
 
     def pack(self, tensor: Tensor) -> Any:
-        """Pack hook of recomputed code."""
-        if tensor.requires_grad and tensor.is_leaf and id(tensor) not in self.input_ids:
+        """Pack hook of recomputed code. The hottest function here: one call for each save."""
+        if tensor.is_leaf and tensor.requires_grad and id(tensor) not in self.input_ids:
             return Kept(tensor, "a parameter")
-        expected = (tensor.shape, tensor.dtype, tensor.device) if self.check else None
-        slot = Slot(expected, version_of(tensor))
-        reference = weakref.ref(slot)
+        slot = Slot((tensor.shape, tensor.dtype, tensor.device) if self.check else None, tensor._version)
+        reference = _reference(slot)
         self.slots.append(reference)
         if self.observer is not None:
             self.observer.saved(reference, tensor)
@@ -130,16 +133,19 @@ class ForwardFrame(Frame):
                         output.meta = tensor.requires_grad
 
     def _call_save(self, function: Any, record: Region, step: Step | None, args: Any, kwargs: Any) -> Any:
-        pair = active_pair(self, self.pair)
         observer = self.observer
+        top = top_hooks()
+        ours_on_top = top is not None and top[0] is self.hook
+        pair = inner_pair(self.pair) if ours_on_top or top is None else native_pair(top)
         saves: RegionSaves | None = None
         arguments = _leaves_of(args, kwargs)
-        versions = [version_of(leaf) if isinstance(leaf, Tensor) else 0 for leaf in arguments]
+        versions = [version_of(leaf) if isinstance(leaf, Tensor) else -1 for leaf in arguments]
         if pair is not None or observer is not None or (step is not None and step.rebuild) or not can_lift:
             saves = RegionSaves(self, record, step, pair, arguments, versions)
         if observer is not None:
             observer.enter_region(record)
-        ours_on_top = lift(self)
+        if ours_on_top:
+            pop_hooks()
         if saves is not None:
             push_hooks(saves.pack, self.unpack)
         self.inert += 1
@@ -158,11 +164,12 @@ class ForwardFrame(Frame):
             if saves is not None:
                 pop_hooks()
             if ours_on_top:
-                push_hooks(self.pack, self.unpack)
-        record.exit_states = [(hook, hook.snapshot()) for hook in self.hooks]
+                push_hooks(self.hook, self.unpack)
+        if self.hooks:
+            record.exit_states = [(hook, hook.snapshot()) for hook in self.hooks]
         outputs = SaveOutputs(self, record, step, pair, saves)
         for index, leaf in enumerate(arguments):
-            if isinstance(leaf, Tensor) and version_of(leaf) != versions[index]:
+            if versions[index] >= 0 and leaf._version != versions[index]:
                 outputs.add_changed(index, leaf)
         leaves = outputs.add_result(result, arguments)
         if observer is not None:
@@ -222,6 +229,7 @@ class ForwardFrame(Frame):
         for saves in self.open_saves:
             saves.forget()
         self.open_saves = []
+        self.hook = None
         self.leaves = []
         self.plans = []
         self.observer = None
@@ -328,7 +336,7 @@ def run_forward(frame: ForwardFrame, function: Any, args: Any, kwargs: Any) -> A
     token = current_frame.set(frame)
     frame.tape.scopes = scopes.get()
     try:
-        push_hooks(frame.pack, frame.unpack)
+        push_hooks(frame.hook, frame.unpack)
         try:
             if frame.observer is None:
                 return function(*args, **kwargs)
@@ -344,15 +352,6 @@ def early_stop_allowed() -> bool:
     """False inside ``torch.utils.checkpoint.set_checkpoint_early_stop(False)``."""
     module = sys.modules.get("torch.utils.checkpoint")
     return getattr(module, "_enable_checkpoint_early_stop", None) is not False
-
-
-def lift(frame: Frame) -> bool:
-    """Take this frame's hooks off the stack if they are on top; hooks that the body entered above them stay."""
-    top = top_hooks()
-    if top is not None and getattr(top[0], "__self__", None) is frame:
-        pop_hooks()
-        return True
-    return False
 
 
 def _leaves_of(args: Any, kwargs: Any) -> list[Any]:

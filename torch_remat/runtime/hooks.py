@@ -22,11 +22,12 @@ __all__ = [
     "HookPair",
     "SavedTensorInfo",
     "SavedTensorKind",
-    "active_pair",
     "call_pack",
     "call_unpack",
     "can_lift",
     "current_saved_tensor_info",
+    "inner_pair",
+    "native_pair",
     "pop_hooks",
     "push_hooks",
     "saved_tensors_hooks",
@@ -175,11 +176,8 @@ def top_hooks() -> tuple[Any, Any] | None:
     return _top(True) if _top is not None else None
 
 
-def active_pair(own_pack: object, default: HookPair | None) -> HookPair | None:
-    """The pair for a SAVE region called now: one entered inside the body, native or ours, else ``default``."""
-    top = top_hooks()
-    if top is not None and getattr(top[0], "__self__", top[0]) is not own_pack:
-        return native_pair(top)
+def inner_pair(default: HookPair | None) -> HookPair | None:
+    """The pair of ours that the body has entered, else ``default``."""
     return _inner_pair.get() or default
 
 

@@ -344,7 +344,7 @@ class Observer(TorchDispatchMode):
             for index, region in enumerate(self._tape.order)
         )
         wanted = {self._nodes[node].detail for node in needed if self._nodes[node].kind == _EXTERNAL}
-        found = externals.paths(function, lambda tensor: any(key in wanted for key in storage_keys(tensor))) if wanted else ()
+        found = externals.find(function, lambda tensor: any(key in wanted for key in storage_keys(tensor))) if wanted else ()
         return Plan(
             steps,
             len(self._tape.slots),

@@ -11,15 +11,16 @@ import functools
 import threading
 import types
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from torch_remat.runtime.tree import Static
 
-__all__ = ["Plan", "Registry", "Step", "body_key", "registry"]
+__all__ = ["BodyKey", "Known", "Plan", "Registry", "Step", "body_key", "registry"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,30 +103,41 @@ class Known:
 
 
 class Registry:
-    """Everything known, by body key. Bounded: starts afresh when it holds more than ``limit`` keys."""
+    """Everything known, by body key. Bounded: a body whose captured values never stop changing is looked up without them."""
 
-    def __init__(self, limit: int = 4096) -> None:
-        self._known: dict[Any, Known] = {}
-        self._limit = limit
+    def __init__(self, per_code: int = 128, codes: int = 1024) -> None:
+        self._known: dict[Any, dict[Any, Known]] = {}
+        self._per_code = per_code
+        self._codes = codes
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
-        return len(self._known)
+        return sum(len(details) for details in self._known.values())
 
-    def known(self, key: Any) -> Known:
+    def known(self, key: BodyKey) -> Known:
         """What is known of the body ``key``; empty at first."""
-        found = self._known.get(key)
-        if found is None:
-            with self._lock:
-                if len(self._known) >= self._limit:
-                    self._known.clear()
-                found = self._known.setdefault(key, Known())
-        return found
+        details = self._known.get(key.code)
+        found = None if details is None else details.get(key.details)
+        return self._new(key) if found is None else found
 
-    def forget(self, key: Any) -> None:
+    def _new(self, key: BodyKey) -> Known:
+        with self._lock:
+            if key.code not in self._known and len(self._known) >= self._codes:
+                self._known.clear()
+            details = self._known.setdefault(key.code, {})
+            return details.setdefault(key.details if len(details) < self._per_code else None, Known())
+
+    def forget(self, key: BodyKey) -> None:
         """Drop what is known about ``key``, so that the next call is observed again."""
         with self._lock:
-            self._known.pop(key, None)
+            self._known.pop(key.code, None)
+
+
+class BodyKey(NamedTuple):
+    """Which body a call runs: its code, and what tells calls of that code apart."""
+
+    code: Any
+    details: Any
 
 
 registry = Registry()
@@ -135,9 +147,10 @@ _BUDGET = 256
 _VALUES = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device, torch.Size, complex)
 
 
-def body_key(function: Any, leaves: list[Any]) -> Any:
+def body_key(function: Any, leaves: list[Any], early_stop: bool) -> BodyKey:
     """The key of a call of ``function`` with these argument leaves."""
-    return _callable_key(function, [_BUDGET]), tuple([_leaf_key(leaf) for leaf in leaves])
+    code, captured = _callable_key(function, [_BUDGET])
+    return BodyKey(code, (captured, early_stop, tuple([_leaf_key(leaf) for leaf in leaves])))
 
 
 def _leaf_key(leaf: Any) -> Any:
@@ -146,35 +159,26 @@ def _leaf_key(leaf: Any) -> Any:
     kind = type(leaf)
     if kind is bool or kind is str or leaf is None:
         return leaf
-    if kind is Static:
-        return _value_key(leaf.value, [_BUDGET])
-    if isinstance(leaf, (torch.nn.Module, types.FunctionType, types.MethodType, functools.partial)):
-        return _value_key(leaf, [_BUDGET])
-    return kind if kind in _VALUES else _identity_key(leaf)
+    if kind is int or kind is float:
+        return kind  # a position or a step, say: new in every call
+    return _value_key(leaf.value if kind is Static else leaf, [_BUDGET])
 
 
-def _callable_key(function: Any, budget: list[int]) -> Any:
+def _callable_key(function: Any, budget: list[int]) -> tuple[Any, Any]:
+    """(code, what it is bound to or has captured)."""
     kind = type(function)
-    if kind is types.MethodType:
-        return function.__func__.__code__ if _has_code(function) else kind, _value_key(function.__self__, budget)
     if kind is types.FunctionType:
-        return _function_key(function, budget)
+        if function.__closure__ is None and function.__defaults__ is None and function.__kwdefaults__ is None:
+            return function.__code__, None
+        cells = tuple([_cell_key(cell, budget) for cell in function.__closure__ or ()])
+        return function.__code__, (cells, _value_key(function.__defaults__, budget), _value_key(function.__kwdefaults__, budget))
+    if kind is types.MethodType:
+        code, captured = _callable_key(function.__func__, budget)
+        return code, (captured, _value_key(function.__self__, budget))
     if isinstance(function, functools.partial):
-        inner = _callable_key(function.func, budget)
-        return inner, _value_key(function.args, budget), _value_key(function.keywords, budget)
-    return _value_key(function, budget)
-
-
-def _has_code(method: Any) -> bool:
-    return isinstance(method.__func__, types.FunctionType)
-
-
-def _function_key(function: Any, budget: list[int]) -> Any:
-    closure = function.__closure__
-    if closure is None and function.__defaults__ is None and function.__kwdefaults__ is None:
-        return function.__code__
-    cells = tuple([_cell_key(cell, budget) for cell in closure or ()])
-    return function.__code__, cells, _value_key(function.__defaults__, budget), _value_key(function.__kwdefaults__, budget)
+        code, captured = _callable_key(function.func, budget)
+        return code, (captured, _value_key(function.args, budget), _value_key(function.keywords, budget))
+    return type(function), _value_key(function, budget)
 
 
 def _cell_key(cell: Any, budget: list[int]) -> Any:
@@ -189,64 +193,59 @@ def _value_key(value: Any, budget: list[int]) -> Any:
     kind = type(value)
     if isinstance(value, Tensor):
         return Tensor, value.requires_grad
-    if isinstance(value, torch.nn.Module):
-        return _module_key(value)
     if kind in _VALUES or isinstance(value, type):
         return kind, value
+    if isinstance(value, torch.nn.Module):
+        return _digest(value, _module_parts, budget), value.training
     if budget[0] <= 0:
-        return _identity_key(value)
+        return kind
     if kind is types.FunctionType or kind is types.MethodType or isinstance(value, functools.partial):
         return _callable_key(value, budget)
     if kind is tuple or kind is list:
         return kind, tuple([_value_key(item, budget) for item in value])
     if kind is dict:
         return kind, tuple([(_value_key(key, budget), _value_key(item, budget)) for key, item in value.items()])
-    return _identity_key(value)
+    if kind is types.BuiltinFunctionType:
+        return kind, value.__name__, getattr(value.__self__, "__name__", None)
+    return _digest(value, _object_parts, budget)
 
 
-class _Identity:
-    """An object as a key: equal while it lives, never equal to a later object at the same address."""
-
-    __slots__ = ("_address", "_reference", "__weakref__")
-
-    def __init__(self, value: Any) -> None:
-        self._address = id(value)
-        self._reference = weakref.ref(value)
-
-    def __hash__(self) -> int:
-        return self._address
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, _Identity) or other._address != self._address:
-            return False
-        mine = self._reference()
-        return mine is not None and mine is other._reference()
+_digests: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
-def _identity_key(value: Any) -> Any:
+def _digest(value: Any, parts: Callable[[Any, list[int]], Any], budget: list[int]) -> Any:
+    """``parts`` of an object as a key, read when the object is first seen."""
     try:
-        return _Identity(value)
-    except TypeError:  # no weak references: builtin functions and the like, which do not change
-        return type(value), getattr(value, "__qualname__", None)
+        known = _digests.get(value)
+        if known is None:
+            known = _digests[value] = _Digest((type(value), parts(value, budget)))
+    except TypeError:  # takes no weak reference, or cannot be hashed
+        return type(value)
+    return known
 
 
-_module_keys: weakref.WeakKeyDictionary[torch.nn.Module, Any] = weakref.WeakKeyDictionary()
-
-
-def _module_key(module: torch.nn.Module) -> Any:
-    """Types and simple attributes of a module and everything below it, read once, and its training flag, read each time."""
-    known = _module_keys.get(module)
-    if known is None:
-        parts: list[Any] = []
-        for path, one in module.named_modules():
-            simple = tuple(
+def _module_parts(module: torch.nn.Module, budget: list[int]) -> Any:
+    """Types and simple attributes of a module and everything below it."""
+    return tuple(
+        (
+            path,
+            type(one),
+            type(one).forward,
+            tuple(
                 (name, value)
                 for name, value in sorted(vars(one).items())
-                if name != "training" and not name.startswith("_") and type(value) in (bool, int, float, str, type(None))
-            )
-            parts.append((path, type(one), type(one).forward, simple))
-        known = _module_keys[module] = _Digest(tuple(parts))
-    return known, module.training
+                if name != "training" and not name.startswith("_") and type(value) in _VALUES
+            ),
+        )
+        for path, one in module.named_modules()
+    )
+
+
+def _object_parts(value: Any, budget: list[int]) -> Any:
+    attributes = getattr(value, "__dict__", None)
+    if not isinstance(attributes, dict):
+        return None
+    return tuple((name, _value_key(item, budget)) for name, item in sorted(attributes.items()))
 
 
 class _Digest:

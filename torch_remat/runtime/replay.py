@@ -41,11 +41,12 @@ class ReplayFrame(Frame):
 
     replaying = True
 
-    def __init__(self, tape: Tape) -> None:
+    def __init__(self, tape: Tape, unfilled: int) -> None:
         super().__init__(tape)
         self._position = 0
-        self._remaining = tape.unfilled()
+        self._remaining = unfilled
         self._stops = not tape.to_end
+        self._trusted = _set_version is not None and not tape.hooks  # copies count from 0; a state hook may write to what it restores
         self.input_ids: set[int] = set()
         self._inner = 0
         self._undo: list[tuple[Any, Any]] = []  # state hooks of checkpoints inside this one, and what they were before replay
@@ -61,23 +62,19 @@ class ReplayFrame(Frame):
         slots = self.tape.slots
         if position >= len(slots):
             raise SavesDriftError(self._drift(f"it saves more than the {len(slots)} tensors of forward"))
-        kept = tensor.detach()
+        kept = tensor.detach() if tensor.requires_grad else tensor
         slot = slots[position]()
         if slot is not None and slot.tensor is None:
-            if slot.expected is not None:
+            if slot.expected is not None and (tensor.shape, tensor.dtype, tensor.device) != slot.expected:
                 found = (tensor.shape, tensor.dtype, tensor.device)
-                if found != slot.expected:
-                    raise SavesDriftError(self._metadata(position, slot.expected, found))
+                raise SavesDriftError(self._metadata(position, slot.expected, found))
             if type(tensor) is not Tensor and is_placeholder(tensor):
                 raise placeholder.missing(tensor, "backward needs what is computed from it")
-            self._fill(slot, kept, tensor)
+            self._fill(slot, kept)
         return kept
 
-    def _fill(self, slot: Slot, kept: Tensor, original: Tensor) -> None:
-        slot.tensor = kept
-        slot.version = version_of(kept)
-        if _set_version is None or self.tape.hooks:  # copies count from 0; what a state hook writes moves versions
-            slot.forward_version = slot.version
+    def _fill(self, slot: Slot, tensor: Tensor) -> None:
+        slot.fill(tensor, tensor._version, self._trusted)
         self._remaining -= 1
         if self._remaining == 0 and self._stops:
             raise _Stop
@@ -175,7 +172,7 @@ class ReplayFrame(Frame):
                     f"region with recompute=False."
                 )
             kept = kept.as_strided(size, stride, argument.storage_offset() + start)
-        self._fill(slot, kept, argument)
+        self._fill(slot, kept)
 
     def _serve(self, record: Region, position: int, output: Output, arguments: list[Any], leaves: list[Any]) -> Any:
         kind = output.kind
@@ -288,10 +285,10 @@ def _stand_in(meta: Meta, origin: Origin) -> Tensor:
 _OF_ARGUMENTS = (OutputKind.ARGUMENT, OutputKind.ARGUMENT_VIEW)
 
 
-def replay(tape: Tape) -> None:
-    """Run the body of ``tape`` again and fill its living slots."""
+def replay(tape: Tape, unfilled: int) -> None:
+    """Run the body of ``tape`` again and fill its living slots, of which ``unfilled`` are empty."""
     tape.replays += 1
-    frame = ReplayFrame(tape)
+    frame = ReplayFrame(tape, unfilled)
     args, kwargs = _inputs(tape, frame)
     guard = GeneratorGuard(tape.generators)
     outer = [hook.snapshot() for hook in tape.hooks]
@@ -317,7 +314,7 @@ def replay(tape: Tape) -> None:
         for hook, state in zip(tape.hooks, outer, strict=True):
             hook.restore(state)
         for slot in unmodified:
-            slot.version = slot.forward_version = version_of(slot.tensor)
+            slot.version = version_of(slot.tensor)
     moved = guard.moved()
     if moved is not None:
         guard.put_back()
@@ -328,7 +325,7 @@ def _unmodified(tape: Tape) -> list[Any]:
     """The filled slots whose tensors replay itself has not modified since: what state hooks write from here on is theirs."""
     found = []
     for slot in tape.living_slots():
-        if slot.tensor is not None and version_of(slot.tensor) == slot.version == slot.forward_version:
+        if slot.tensor is not None and version_of(slot.tensor) == slot.version:
             found.append(slot)
     return found
 
@@ -343,7 +340,7 @@ def _run(frame: ReplayFrame, tape: Tape, args: Any, kwargs: Any) -> None:
     token = current_frame.set(frame)
     scope_token = scopes.set(tape.scopes)
     try:
-        with restored(tape.ambient), torch.enable_grad():
+        with restored(tape.ambient):
             push_hooks(frame.pack, _identity)
             try:
                 tape.function(*args, **kwargs)

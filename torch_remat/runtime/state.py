@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -19,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from torch_remat.errors import InvalidTypeError
 
-__all__ = ["Ambient", "GeneratorGuard", "GeneratorHook", "GeneratorWatch", "RecomputeStateHook", "capture_ambient", "restored"]
+__all__ = ["Ambient", "GeneratorGuard", "GeneratorHook", "GeneratorWatch", "RecomputeStateHook", "restored"]
 
 
 @runtime_checkable
@@ -180,16 +179,17 @@ class Ambient:
     __slots__ = ("autocast", "default_dtype", "modes")
 
     def __init__(self) -> None:
-        self.autocast = [
-            (device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in _autocast_devices()
-        ]
+        self.autocast: list[tuple[str, bool, torch.dtype]] | None = None  # None: off everywhere
+        if any([torch.is_autocast_enabled(device) for device in _autocast_devices()]):
+            self.autocast = _autocast()
         self.default_dtype = torch.get_default_dtype()
         self.modes: list[Any] = []
         if torch._C._len_torch_function_stack():
             self.modes = _get_current_function_mode_stack()
 
 
-capture_ambient = Ambient
+def _autocast() -> list[tuple[str, bool, torch.dtype]]:
+    return [(device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in _autocast_devices()]
 
 
 @functools.cache
@@ -198,31 +198,41 @@ def _autocast_devices() -> tuple[str, ...]:
     return ("cpu",) if accelerator is None else ("cpu", accelerator.type)
 
 
-@contextmanager
-def restored(then: Ambient) -> Iterator[None]:
-    """Run with the state of ``then`` and put the present one back afterwards.
+class restored:  # noqa: N801 - used like a function
+    """Context manager: run with gradients on and the state of ``then``, and put the present state back afterwards.
 
     Autocast runs without its cache of cast weights: the cache is keyed by weight alone, and what lies in it belongs to whatever
     autocast block surrounds the backward call.
     """
-    now = Ambient()
-    undo: list[Any] = []
-    try:
-        if any(enabled for _, enabled, _ in then.autocast) or then.autocast != now.autocast:
+
+    __slots__ = ("_then", "_undo")
+
+    def __init__(self, then: Ambient) -> None:
+        self._then = then
+        self._undo: list[Callable[[], Any]] = []
+
+    def __enter__(self) -> None:
+        then = self._then
+        now = Ambient()
+        undo = self._undo
+        undo.append(functools.partial(torch.set_grad_enabled, torch.is_grad_enabled()))
+        torch.set_grad_enabled(True)
+        if then.autocast is not None or now.autocast is not None:
             undo.append(functools.partial(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled()))
-            undo.append(functools.partial(_set_autocast, now.autocast))
+            undo.append(functools.partial(_set_autocast, _autocast()))
             torch.set_autocast_cache_enabled(False)
-            _set_autocast(then.autocast)
+            _set_autocast(then.autocast or [(device, False, dtype) for device, _, dtype in _autocast()])
         if then.default_dtype != now.default_dtype:
             undo.append(functools.partial(torch.set_default_dtype, now.default_dtype))
             torch.set_default_dtype(then.default_dtype)
-        if len(then.modes) != len(now.modes) or any(a is not b for a, b in zip(then.modes, now.modes, strict=True)):
+        if then.modes or now.modes:
             undo.append(functools.partial(_swap_modes, len(then.modes), now.modes))
             _swap_modes(len(now.modes), then.modes)
-        yield
-    finally:
-        for step in reversed(undo):
+
+    def __exit__(self, *exc_info: object) -> None:
+        for step in reversed(self._undo):
             step()
+        self._undo.clear()
 
 
 def _set_autocast(state: list[tuple[str, bool, torch.dtype]]) -> None:

@@ -34,21 +34,29 @@ def version_of(tensor: Tensor) -> int:
         return -1
 
 
+_STALE = -2  # no tensor is ever at this version
+
+
 class Slot:
     """A saved tensor of recomputed code (or a rebuilt save of a SAVE region).
 
-    ``tensor`` is None until replay fills it. ``expected`` is the metadata seen in forward, None when nobody checks.
-    ``forward_version`` and ``version`` are the version counters at the save in forward and at the fill in replay.
+    ``tensor`` is None until replay fills it. ``expected`` is the metadata seen in forward, None when nobody checks. ``version`` is
+    the version counter at the save in forward; the tensor must be at the same one when replay saves it and when backward asks.
     """
 
-    __slots__ = ("__weakref__", "expected", "forward_version", "probe", "tensor", "version")
+    __slots__ = ("__weakref__", "expected", "probe", "tensor", "version")
 
-    def __init__(self, expected: tuple[Any, ...] | None, forward_version: int) -> None:
+    def __init__(self, expected: tuple[Any, ...] | None, version: int) -> None:
         self.tensor: Tensor | None = None
-        self.version = 0
+        self.version = version
         self.expected = expected
-        self.forward_version = forward_version
         self.probe: Tensor | None = None  # shares the version counter of an output that user code may modify after forward
+
+    def fill(self, tensor: Tensor, version: int, trusted: bool) -> None:
+        """Replay has made the tensor; it is at ``version``. Versions that cannot be trusted to compare are not compared."""
+        self.tensor = tensor
+        if version != self.version:
+            self.version = version if not trusted else _STALE
 
 
 class Kept:
@@ -197,7 +205,17 @@ class Tape:
 
     def unfilled(self) -> int:
         """How many living slots wait for a tensor."""
-        return sum(slot.tensor is None for slot in self.living_slots())
+        count = 0
+        for reference in self.slots:
+            slot = reference()
+            if slot is not None and slot.tensor is None:
+                count += 1
+        for region in self.order:
+            for reference, _, _ in region.rebuilds:
+                slot = reference()
+                if slot is not None and slot.tensor is None:
+                    count += 1
+        return count
 
 
 def version_probe(tensor: Tensor) -> Tensor:
