@@ -37,7 +37,9 @@ class _Options:
 
     __slots__ = ("check", "hooks", "name", "pair")
 
-    def __init__(self, name: str | None, check: bool, pair: HookPair | None, hooks: tuple[RecomputeStateHook, ...]) -> None:
+    def __init__(
+        self, name: str | None, check: bool, pair: HookPair | None, hooks: tuple[RecomputeStateHook, ...]
+    ) -> None:
         self.name = name
         self.check = check
         self.pair = pair
@@ -54,26 +56,31 @@ def checkpoint(
 ) -> Callable[[Callable[P, R]], Checkpointed[P, R]]:
     """Make a function recompute itself in backward, except for its SAVE regions.
 
-    ``checkpoint(region_name="layers.0")(block)(x)`` runs ``block(x)`` and keeps only what replay cannot make again: the inputs it
-    reads, what the SAVE regions (:func:`region` with ``recompute=False``) save for their backward, and those of their outputs that
-    recomputed code reads. Just before the block's backward the body runs once more, SAVE regions excepted.
+    ``checkpoint(region_name="layers.0")(block)(x)`` runs ``block(x)`` and keeps only what replay cannot make again: the
+    inputs it reads, what the SAVE regions (:func:`region` with ``recompute=False``) save for their backward, and those
+    of their outputs that recomputed code reads. Just before the block's backward the body runs once more, SAVE regions
+    excepted.
 
     Args:
+        *args: none; there to tell ``checkpoint(fn)`` what is missing.
         region_name: label in errors and reports; need not be unique.
-        determinism_check: ``"default"`` compares shape, dtype and device of what replay saves with forward; ``"none"`` does not.
-        preserve_rng_state: not supported; pass a :class:`GeneratorHook` in ``recompute_state_hooks`` instead. Random numbers drawn
-            in recomputed code without one are an error.
-        saved_tensors_hooks: (pack, unpack) for the inputs, the saves of SAVE regions and the persisted outputs of this checkpoint.
+        determinism_check: ``"default"`` compares shape, dtype and device of what replay saves with forward; ``"none"``
+            does not.
+        preserve_rng_state: not supported; pass a :class:`GeneratorHook` in ``recompute_state_hooks`` instead. Random
+            numbers drawn in recomputed code without one are an error.
+        saved_tensors_hooks: (pack, unpack) for the inputs, the saves of SAVE regions and the persisted outputs of this
+            checkpoint.
         recompute_state_hooks: objects with ``snapshot()`` and ``restore(state)``; see :class:`RecomputeStateHook`.
 
     Returns:
-        A decorator for any callable. The wrapped callable takes and returns what the function does: any arguments, any pytree.
-        Under ``no_grad`` or ``inference_mode``, and when nothing needs a gradient, it runs the function once and keeps nothing.
+        A decorator for any callable. The wrapped callable takes and returns what the function does: any arguments, any
+        pytree. Under ``no_grad`` or ``inference_mode``, and when nothing needs a gradient, it runs the function once
+        and keeps nothing.
 
     Raises:
-        TypeError: ``checkpoint(fn)``: options come first, ``checkpoint(...)(fn)``.
+        TypeError: ``checkpoint(fn)``: options come first, ``checkpoint(...)(fn)``; or an option has the wrong type.
         NotImplementedError: ``preserve_rng_state`` is true.
-        ValueError: ``determinism_check`` is not one of the allowed values.
+        ValueError: ``determinism_check`` is not one of the allowed values, or ``region_name`` is empty.
 
     Cost: one more run of the recomputed code, and about the Python overhead of a few operations per call.
     """
@@ -85,17 +92,24 @@ def checkpoint(
     if region_name is not None and not isinstance(region_name, str):
         raise InvalidTypeError(f"checkpoint expects region_name to be a str or None, got {region_name!r}.")
     if region_name == "":
-        raise InvalidValueError("checkpoint expects region_name to be non-empty. To fix: name the block, or leave region_name out.")
+        raise InvalidValueError(
+            "checkpoint expects region_name to be non-empty. To fix: name the block, or leave region_name out."
+        )
     if determinism_check not in _CHECKS:
         raise InvalidValueError(f"determinism_check should be one of {_CHECKS}, got {determinism_check!r}.")
     if preserve_rng_state:
         raise UnsupportedError(
-            "checkpoint does not preserve torch's RNG state by itself: that would cost a copy of every generator at every SAVE region. "
-            "To fix: checkpoint(..., recompute_state_hooks=(remat.GeneratorHook(),)) for blocks that draw random numbers in "
+            "checkpoint does not preserve torch's RNG state by itself: that would cost a copy of every generator at "
+            "every SAVE region. "
+            "To fix: checkpoint(..., recompute_state_hooks=(remat.GeneratorHook(),)) for blocks that draw random "
+            "numbers in "
             "recomputed code."
         )
     options = _Options(
-        region_name, determinism_check == "default", _checked_pair(saved_tensors_hooks), _checked_hooks(recompute_state_hooks)
+        region_name,
+        determinism_check == "default",
+        _checked_pair(saved_tensors_hooks),
+        _checked_hooks(recompute_state_hooks),
     )
     return functools.partial(_wrap, options)
 
@@ -119,12 +133,13 @@ class Checkpointed(Generic[P, R]):
         self.__wrapped__ = function
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Run the function as a checkpoint."""
         return _call(self._options, self.__wrapped__, args, kwargs)
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         if instance is None:
             return self
-        bound = self.__wrapped__.__get__(instance, owner)  # type: ignore[attr-defined]
+        bound = self.__wrapped__.__get__(instance, owner)
         return Checkpointed(self._options, bound)
 
     def __getattr__(self, name: str) -> Any:
@@ -142,7 +157,9 @@ class Checkpointed(Generic[P, R]):
 
 def _call(options: _Options, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if torch.compiler.is_dynamo_compiling():
-        raise UnsupportedError("checkpoint is not supported under torch.compile in this version. To fix: compile what it wraps.")
+        raise UnsupportedError(
+            "checkpoint is not supported under torch.compile in this version. To fix: compile what it wraps."
+        )
     outer = current_frame.get()
     if outer is not None:
         return _joined(outer, options, function, args, kwargs)
@@ -227,7 +244,9 @@ def _no_kwargs(items: list[Any]) -> Any:
     return items, {}
 
 
-def _joined(outer: Any, options: _Options, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _joined(
+    outer: Any, options: _Options, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     """A checkpoint inside another one: nothing in a SAVE region, part of the outer one elsewhere."""
     if outer.inert:
         return function(*args, **kwargs)
@@ -244,14 +263,15 @@ def _joined(outer: Any, options: _Options, function: Callable[..., Any], args: t
 
 
 def _runs_plain() -> bool:
-    """Whether a transform is active that saved-tensor hooks do not work with: the body then runs without recomputation."""
+    """Whether a transform is active under which the body runs without recomputation."""
     if forward_ad._current_level >= 0:
         return True  # the body may compute tangents, which replay, outside the dual level, would not
     peek = getattr(torch._C._functorch, "peek_interpreter_stack", None)
     if peek is None or peek() is None:
         return False
     warnings.warn(
-        "torch_remat.checkpoint inside a torch.func transform runs its function without recomputation: torch.func does not support "
+        "torch_remat.checkpoint inside a torch.func transform runs its function without recomputation: torch.func does "
+        "not support "
         "saved-tensor hooks. The results are right, no memory is saved.",
         stacklevel=4,
     )
@@ -264,7 +284,8 @@ def _checked_pair(pair: Any) -> HookPair | None:
     if not isinstance(pair, tuple) or len(pair) != 2 or not all(callable(one) for one in pair):
         raise InvalidTypeError(
             f"checkpoint expects saved_tensors_hooks to be a (pack, unpack) pair of callables, got {pair!r}. "
-            f"To fix: saved_tensors_hooks=(pack, unpack); for capture_context use `with remat.saved_tensors_hooks(...)` around the call."
+            f"To fix: saved_tensors_hooks=(pack, unpack); for capture_context use `with "
+            f"remat.saved_tensors_hooks(...)` around the call."
         )
     return HookPair(*pair)
 
@@ -278,9 +299,13 @@ def _checked_hooks(hooks: Any) -> tuple[RecomputeStateHook, ...]:
             f"To fix: recompute_state_hooks=(hook,)."
         ) from None
     for hook in found:
-        if not (callable(getattr(hook, "snapshot", None)) and callable(getattr(hook, "restore", None))) or isinstance(hook, type):
+        if not (callable(getattr(hook, "snapshot", None)) and callable(getattr(hook, "restore", None))) or isinstance(
+            hook, type
+        ):
             raise InvalidTypeError(
-                f"checkpoint expects every state hook in recompute_state_hooks to have snapshot() and restore(state), got {hook!r}. "
-                f"To fix: pass an instance of a class with both methods; remat.GeneratorHook() is one for random generators."
+                f"checkpoint expects every state hook in recompute_state_hooks to have snapshot() and restore(state), "
+                f"got {hook!r}. "
+                f"To fix: pass an instance of a class with both methods; remat.GeneratorHook() is one for random "
+                f"generators."
             )
     return found

@@ -91,7 +91,9 @@ class InternalError(RematError, RuntimeError):
     """A fault of torch_remat itself."""
 
     def __init__(self, message: str) -> None:
-        super().__init__(f"torch_remat internal error: {message}. Please report this with the program that triggered it.")
+        super().__init__(
+            f"torch_remat internal error: {message}. Please report this with the program that triggered it."
+        )
 
 
 def display_name(checkpoint: str | None, region: str | None = None) -> str:

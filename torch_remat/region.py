@@ -28,6 +28,7 @@ class Region(Generic[P, R]):
         self._recompute = recompute
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Run the function as a region."""
         frame = current_frame.get()
         if frame is None or frame.inert:
             return self.__wrapped__(*args, **kwargs)
@@ -36,7 +37,8 @@ class Region(Generic[P, R]):
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         if instance is None:
             return self
-        return Region(self.__wrapped__.__get__(instance, owner), self._name, self._recompute)  # type: ignore[attr-defined]
+        # type: ignore[attr-defined]
+        return Region(self.__wrapped__.__get__(instance, owner), self._name, self._recompute)
 
     def __getattr__(self, name: str) -> Any:
         if name in ("__wrapped__", "_name", "_recompute"):
@@ -52,25 +54,28 @@ def region(function: Callable[P, R], name: str, *, recompute: bool) -> Region[P,
 
     Args:
         function: anything callable, used unmodified: a module, ``SomeFunction.apply``, a lambda.
-        name: label, unique among the region calls of one pass over the checkpoint's body (:class:`name_scope` qualifies it).
-        recompute: False makes a SAVE region: it runs once, in forward; what its backward needs is kept, and replay skips it. True
-            makes a RECOMPUTE region: it runs again in replay, as unannotated code does.
+        name: label, unique among the region calls of one pass over the body (:class:`name_scope` qualifies).
+        recompute: False makes a SAVE region: it runs once, in forward; what its backward needs is kept, and replay
+            skips it. True makes a RECOMPUTE region: it runs again in replay, as unannotated code does.
 
     Returns:
-        A callable with the function's signature; any arguments, any pytree. Outside a checkpoint, and inside the body of a SAVE
-        region, it is the plain function.
+        A callable with the function's signature; any arguments, any pytree. Outside a checkpoint, and inside the body
+        of a SAVE region, it is the plain function.
 
     A SAVE output is kept for replay only if recomputed code reads it; the runtime finds out by itself.
 
     Raises:
-        RuntimeError: ``function`` is not callable or ``recompute`` is not a bool; at the call: the name was used before in this pass.
+        RuntimeError: ``function`` is not callable or ``recompute`` is not a bool; at the call: the name was used before
+            in this pass.
         ValueError: ``name`` is empty.
         TypeError: ``name`` is not a string.
     """
     if not callable(function):
         raise UsageError(f"region expects a function as its first argument, got {type(function).__name__}.")
     if not name:
-        raise InvalidValueError("a region name must be non-empty. To fix: name the call, for example by its module path.")
+        raise InvalidValueError(
+            "a region name must be non-empty. To fix: name the call, for example by its module path."
+        )
     if not isinstance(name, str):
         raise InvalidTypeError(f"region expects name to be a str, got {name!r}.")
     if recompute is not True and recompute is not False:
@@ -81,8 +86,8 @@ def region(function: Callable[P, R], name: str, *, recompute: bool) -> Region[P,
 class name_scope:  # noqa: N801 - used like a function
     """Context manager: names of regions called within get ``prefix/`` in front. Nests: ``outer/inner/op``.
 
-    A scope around the checkpoint call is remembered for replay. Raises ``RuntimeError`` for a prefix that is not a string and
-    ``ValueError`` for an empty one, on entry.
+    A scope around the checkpoint call is remembered for replay. Raises ``RuntimeError`` for a prefix that is not a
+    string and ``ValueError`` for an empty one, on entry.
     """
 
     __slots__ = ("_prefix", "_tokens")
@@ -105,9 +110,9 @@ class name_scope:  # noqa: N801 - used like a function
 def recompute_needs_tensor(*tensors: Tensor) -> None:
     """Declare that recomputed code reads ``tensors``: the SAVE regions that made them keep them for replay.
 
-    The runtime finds readers by itself; declare only what it cannot see: a kernel that takes ``data_ptr()`` of a SAVE output outside
-    an ``autograd.Function``. Views and detached aliases stand for the output they alias. Adds to what is kept, never removes.
-    No effect outside a checkpoint, in replay, and for tensors that no SAVE region returned.
+    The runtime finds readers by itself; declare only what it cannot see: a kernel that takes ``data_ptr()`` of a SAVE
+    output outside an ``autograd.Function``. Views and detached aliases stand for the output they alias. Adds to what is
+    kept, never removes. No effect outside a checkpoint, in replay, and for tensors that no SAVE region returned.
 
     Raises:
         RuntimeError: an argument is not a tensor.
@@ -128,7 +133,8 @@ def save_for_backward(ctx: Any, saved: Mapping[str, Tensor | None]) -> None:
 
     Args:
         ctx: the context that ``forward`` or ``setup_context`` got.
-        saved: names and tensors, in order; ``None`` is saved as None. Names must be non-empty and must not contain a dot.
+        saved: names and tensors, in order; ``None`` is saved as None. Names must be non-empty and must not contain a
+            dot.
 
     Raises:
         TypeError: ``saved`` is not a mapping or a name is not a string.

@@ -21,8 +21,8 @@ R = TypeVar("R")
 class TraceEntry:
     """One region call, or one scope with the entries in it.
 
-    ``policy`` is ``"save"`` or ``"recompute"`` for a region and None for a scope; ``checkpoint`` is the name of the checkpoint a region
-    was called in.
+    ``policy`` is ``"save"`` or ``"recompute"`` for a region and None for a scope; ``checkpoint`` is the name of the
+    checkpoint a region was called in.
     """
 
     name: str
@@ -65,7 +65,8 @@ def _listen(kind: str, *details: Any) -> None:
 def collect_trace() -> Iterator[Trace]:
     """Record the region calls of forwards run inside the ``with`` block, in this thread or task.
 
-    Yields an object with ``entries`` and ``format()``. Replays are not recorded; of nested collectors only the innermost records.
+    Yields an object with ``entries`` and ``format()``. Replays are not recorded; of nested collectors only the
+    innermost records.
     """
     trace = Trace()
     token = _level.set(trace.entries)

@@ -1,13 +1,13 @@
 """The unpack side: a node asks for a slot, the block is replayed once, tensors are handed out and let go.
 
 Rules:
- 1. Replay starts in a pre-hook of each output's autograd node, before the block's first backward node, and lazily at the first
-    unpack for every other way into the graph.
- 2. Without ``retain_graph`` a filled slot lives as long as its node: autograd releases the node right after it ran, and the tensor
-    with it. When every living slot is filled nothing can ask for a second replay, and the tape is released.
- 3. With ``retain_graph`` a node stays. If the running graph task does all of the block's work, each tensor is let go at its last use,
-    and the next backward replays again. If it leaves part of the work undone (the input half of a split backward), the slots stay
-    filled for the rest, and the tape is released.
+ 1. Replay starts in a pre-hook of each output's autograd node, before the block's first backward node, and lazily at
+    the first unpack for every other way into the graph.
+ 2. Without ``retain_graph`` a filled slot lives as long as its node: autograd releases the node right after it ran, and
+    the tensor with it. When every living slot is filled nothing can ask for a second replay, and the tape is released.
+ 3. With ``retain_graph`` a node stays. If the running graph task does all of the block's work, each tensor is let go at
+    its last use, and the next backward replays again. If it leaves part of the work undone (the input half of a split
+    backward), the slots stay filled for the rest, and the tape is released.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ class Trigger:
         self._tape = weakref.ref(tape)
 
     def __call__(self, grads: Any) -> None:
+        """Replay, unless nothing is left to fill."""
         tape = self._tape()
         if tape is not None and not tape.released:
             _ensure_filled(tape)
@@ -73,7 +74,8 @@ def _check_version(tape: Tape, slot: Slot, tensor: Tensor) -> None:
     if version_of(tensor) != slot.version or (slot.probe is not None and version_of(slot.probe) != slot.version):
         raise ModifiedError(
             f"One of the variables needed for gradient computation has been modified by an inplace operation: a "
-            f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')} tensor that checkpoint {display_name(tape.name)} saved "
+            f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')} tensor that checkpoint "
+            f"{display_name(tape.name)} saved "
             f"is not at the version at which it was saved.\n"
             f"To fix: do not modify it between its use and backward, or use a .clone()."
         )
@@ -130,7 +132,7 @@ def _leaves_filled(tape: Tape) -> bool:
 
 
 def _keeps_graph() -> bool:
-    """Whether nodes outlive this graph task; where torch cannot tell, as if they did not: slots stay with their nodes."""
+    """Whether nodes outlive this graph task. Where torch cannot tell, as if not: slots stay with their nodes."""
     return _keep_graph is not None and _keep_graph()
 
 

@@ -17,7 +17,7 @@ _lock = threading.Lock()
 
 
 def subscribe(listener: Callable[..., None]) -> None:
-    """Call ``listener(kind, *details)`` once for every event, in whatever thread it happens. Counted: undo each call."""
+    """Call ``listener(kind, *details)`` for every event, in whatever thread it happens. Counted: undo each call."""
     with _lock:
         _counts[listener] = _counts.get(listener, 0) + 1
         if listener not in subscribers:

@@ -1,8 +1,9 @@
 """Parameters, buffers and captured tensors that a body reads: found once, by path, on the callable itself.
 
-The first observed call gives the storages that replay reads and that the body did not make. :func:`find` says where each is
-found from the body's callable; :func:`locate` finds the tensors of a later call there, so that their version counters can be
-compared between forward and replay. What no path leads to (a tensor in a global list, say) is not watched unless it is saved.
+The first observed call gives the storages that replay reads and that the body did not make. :func:`find` says where
+each is found from the body's callable; :func:`locate` finds the tensors of a later call there, so that their version
+counters can be compared between forward and replay. What no path leads to (a tensor in a global list, say) is not
+watched unless it is saved.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ Getter = Callable[[Any], Any]
 
 
 class Entry(NamedTuple):
-    """One parameter or buffer of a module: its full name, the path of its owner, which of the owner's dicts, and its key there."""
+    """A parameter or buffer of a module: full name, path of its owner, which of the owner's dicts, key there."""
 
     name: str
     path: tuple[str, ...]
@@ -61,7 +62,7 @@ def find(function: Any, wanted: Callable[[Tensor], bool]) -> tuple[Holder, ...]:
 
 
 def locate(function: Any, holders: tuple[Holder, ...]) -> list[tuple[str, Tensor, int]]:
-    """Name, tensor and version counter of what ``holders`` lead to on ``function``; what is not there any more is left out."""
+    """Name, tensor and version counter of what ``holders`` lead to on ``function``, as far as it is still there."""
     found = []
     for holder in holders:
         try:
@@ -120,7 +121,9 @@ def _reachable(value: Any, name: str, getter: Getter, depth: int) -> Iterator[tu
     elif isinstance(value, functools.partial):
         yield from _reachable(value.func, name, functools.partial(_partial_function, getter), depth - 1)
         for index, item in enumerate(value.args):
-            yield from _reachable(item, f"argument {index}", functools.partial(_partial_argument, getter, index), depth - 1)
+            yield from _reachable(
+                item, f"argument {index}", functools.partial(_partial_argument, getter, index), depth - 1
+            )
     elif isinstance(value, types.FunctionType):
         for index, cell in enumerate(value.__closure__ or ()):
             try:

@@ -1,13 +1,14 @@
 """The first run of a body and of its regions: fills the tape.
 
 Rules:
- 1. Saves of recomputed code become slots. The exceptions are parameters and other leaves that the body did not get as arguments:
-    they are held as eager holds them, and checked at unpack.
- 2. A SAVE region saves natively, with the checkpoint's hooks lifted, unless it saves an argument that replay can make (then the
-    save is a slot, too) or a user's hook pair applies.
- 3. A SAVE output is persisted only if the plan says that replay reads it. Without a plan that fits everything is persisted.
- 4. The first call of a body is observed: everything is persisted while it runs and what the new plan does not need is dropped at
-    its end.
+ 1. Saves of recomputed code become slots. The exceptions are parameters and other leaves that the body did not get as
+    arguments: they are held as eager holds them, and checked at unpack.
+ 2. A SAVE region saves natively, with the checkpoint's hooks lifted, unless it saves an argument that replay can make
+    (then the save is a slot, too) or a user's hook pair applies.
+ 3. A SAVE output is persisted only if the plan says that replay reads it. Without a plan that fits everything is
+    persisted.
+ 4. The first call of a body is observed: everything is persisted while it runs and what the new plan does not need is
+    dropped at its end.
 """
 
 from __future__ import annotations
@@ -21,16 +22,26 @@ import torch
 from torch import Tensor
 
 from torch_remat.errors import ModifiedError, RandomStateError, display_name
-from torch_remat.runtime import externals, events
+from torch_remat.runtime import events, externals
 from torch_remat.runtime.frame import Frame, current_frame, scopes
-from torch_remat.runtime.hooks import HookPair, SavedTensorKind, call_pack, can_lift, inner_pair, native_pair, pop_hooks, push_hooks, top_hooks
-from torch_remat.runtime.observe import Observer, private_copy, random_message, storage_keys
+from torch_remat.runtime.hooks import (
+    HookPair,
+    SavedTensorKind,
+    call_pack,
+    can_lift,
+    inner_pair,
+    native_pair,
+    pop_hooks,
+    push_hooks,
+    top_hooks,
+)
+from torch_remat.runtime.observe import Observer, random_message, storage_keys
 from torch_remat.runtime.placeholder import can_stand_in, meta_of
 from torch_remat.runtime.plan import Plan, Step, registry
 from torch_remat.runtime.region_outputs import SaveOutputs
 from torch_remat.runtime.region_saves import RegionSaves
 from torch_remat.runtime.tape import Kept, Output, OutputKind, Region, Slot, Tape, version_of, version_probe
-from torch_remat.runtime.tree import LEAF, flatten, is_container
+from torch_remat.runtime.tree import flatten, is_container
 
 __all__ = ["ForwardFrame", "run_forward"]
 
@@ -41,7 +52,9 @@ _reference = weakref.ref
 class ForwardFrame(Frame):
     """The pass that fills the tape."""
 
-    def __init__(self, tape: Tape, key: Any, leaves: list[Any], pair: HookPair | None, check: bool, unpack: Any) -> None:
+    def __init__(
+        self, tape: Tape, key: Any, leaves: list[Any], pair: HookPair | None, check: bool, unpack: Any
+    ) -> None:
         super().__init__(tape)
         self.key = key
         self.leaves = leaves
@@ -63,7 +76,7 @@ class ForwardFrame(Frame):
         else:
             self.plans = self.known.plans
 
-    # Saves of recomputed code (rule 1) ----------------------------------------------------------------------------------
+    # --- Saves of recomputed code (rule 1)
 
     def pack(self, tensor: Tensor) -> Any:
         """Pack hook of recomputed code. The hottest function here: one call for each save."""
@@ -76,7 +89,7 @@ class ForwardFrame(Frame):
             self.observer.saved(reference, tensor)
         return slot
 
-    # Regions ------------------------------------------------------------------------------------------------------------
+    # --- Regions
 
     def call_region(self, function: Any, name: str, recompute: bool, args: Any, kwargs: Any) -> Any:
         """Run one region call and record it."""
@@ -180,7 +193,7 @@ class ForwardFrame(Frame):
                 self.open_saves.append(saves)
         return result
 
-    # Outputs of SAVE regions (rule 3) -----------------------------------------------------------------------------------
+    # --- Outputs of SAVE regions (rule 3)
 
     def pack_output(self, output: Output) -> None:
         """Hand a persisted output to its hook pair, once."""
@@ -199,7 +212,7 @@ class ForwardFrame(Frame):
         output.unpack = pair.unpack
 
     def enter_checkpoint(self, hooks: tuple[Any, ...]) -> tuple[Any, ...]:
-        """A checkpoint inside this body brings state hooks of its own; returns what to give to :meth:`leave_checkpoint`."""
+        """A checkpoint with these state hooks starts inside this body; returns what :meth:`leave_checkpoint` gets."""
         before = self.hooks
         if hooks:
             self.tape.inner_states.append([hook.snapshot() for hook in hooks])
@@ -234,7 +247,7 @@ class ForwardFrame(Frame):
         self.plans = []
         self.observer = None
 
-    # The end of the body (rule 4) ---------------------------------------------------------------------------------------
+    # --- The end of the body (rule 4)
 
     def finish(self, outputs: list[Any]) -> None:
         """Settle what is kept, check what was modified, complete the tape."""
@@ -315,9 +328,14 @@ class ForwardFrame(Frame):
         """What replay will read must still be what it was when the body got or made it."""
         tape = self.tape
         for index, output in enumerate(tape.inputs):
-            if output.kind is OutputKind.KEPT and output.unpack is None and version_of(output.data) != self.versions[index]:
+            if (
+                output.kind is OutputKind.KEPT
+                and output.unpack is None
+                and version_of(output.data) != self.versions[index]
+            ):
                 raise ModifiedError(
-                    f"The body of checkpoint {display_name(tape.name)} modifies its input {index} in place, and replay has to read "
+                    f"The body of checkpoint {display_name(tape.name)} modifies its input {index} in place, and replay "
+                    f"has to read "
                     f"the input as it was.\nTo fix: work on a copy (x = x.clone()) inside the body."
                 )
         for record in tape.order:
@@ -325,7 +343,8 @@ class ForwardFrame(Frame):
                 if not output.cloned and _modified(output):
                     registry.forget(self.key)
                     raise ModifiedError(
-                        f"An output of region {display_name(tape.name, record.name)} was modified in-place after the region "
+                        f"An output of region {display_name(tape.name, record.name)} was modified in-place after the "
+                        f"region "
                         f"returned it, and replay has to read it as it was.\n"
                         f"To fix: modify a .clone() of it, or move the in-place operation into the region."
                     )

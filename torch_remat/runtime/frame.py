@@ -74,8 +74,8 @@ def qualified(name: str) -> str:
 def is_recomputing() -> bool:
     """Whether the code asking is being replayed.
 
-    True only while a checkpoint's body runs again inside backward; False in the forward, in backward code, outside, and in threads
-    that the body starts. Use it to guard side effects that must happen once.
+    True only while a checkpoint's body runs again inside backward; False in the forward, in backward code, outside, and
+    in threads that the body starts. Use it to guard side effects that must happen once.
     """
     frame = current_frame.get()
     return frame is not None and frame.replaying

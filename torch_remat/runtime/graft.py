@@ -1,8 +1,8 @@
 """Make a tensor look like the result of an operation, without running one.
 
-What replay hands to the body must not be a leaf where forward's tensor was none: in-place operations and ``is_leaf`` would differ.
-Torch has no call for that. An operation on a wrapper subclass goes through autograd first and then to ``__torch_dispatch__``, which
-may return any tensor; autograd makes that tensor the operation's result.
+What replay hands to the body must not be a leaf where forward's tensor was none: in-place operations and ``is_leaf``
+would differ. Torch has no call for that. An operation on a wrapper subclass goes through autograd first and then to
+``__torch_dispatch__``, which may return any tensor; autograd makes that tensor the operation's result.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _next = _Next()
 class _Seed(Tensor):
     """A tensor whose negation is whatever :func:`as_result` was given."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
-    def __new__(cls) -> _Seed:
+    def __new__(cls: type[_Seed]) -> _Seed:
         return Tensor._make_wrapper_subclass(cls, (), dtype=torch.float32, requires_grad=True)
 
     @classmethod

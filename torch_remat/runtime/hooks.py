@@ -1,7 +1,7 @@
 """Saved-tensor hooks of the user (offloading and the like): which pair applies, and what a pack function may ask.
 
-One pair applies to a tensor: the one given to the checkpoint, else the innermost pair active when the checkpoint is called (native
-or ours), replaced inside the body by a pair entered there.
+One pair applies to a tensor: the one given to the checkpoint, else the innermost pair active when the checkpoint is
+called (native or ours), replaced inside the body by a pair entered there.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
 pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
 _top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
 can_lift = _top is not None
-"""Whether hooks can be taken off the stack for a while. Without it SAVE regions keep their saves through a hook of their own, and a
+"""Whether hooks can be taken off the stack for a while. Without it SAVE regions keep their saves through a hook of
+their own, and a
 native pair around a checkpoint is not seen."""
 
 
@@ -130,8 +131,8 @@ class saved_tensors_hooks:  # noqa: N801 - named like torch.autograd.graph.saved
         capture_context: called when a tensor is known to be a candidate; its value reaches the pack function through
             :func:`current_saved_tensor_info`, also when the pack happens later.
 
-    Around a checkpoint it sees the checkpoint's inputs, the saves of SAVE regions and the persisted outputs; inside a body it
-    replaces the pair for the SAVE regions called within. Outside any checkpoint it is
+    Around a checkpoint it sees the checkpoint's inputs, the saves of SAVE regions and the persisted outputs; inside a
+    body it replaces the pair for the SAVE regions called within. Outside any checkpoint it is
     ``torch.autograd.graph.saved_tensors_hooks``.
 
     Raises:

@@ -1,12 +1,13 @@
 """The first call of a body: a dispatch mode that learns what replay will read.
 
-It records the operations of recomputed code as a graph over storages: an operation reads the last writers of its arguments'
-storages and becomes the writer of its outputs'. Views make no node. A SAVE region is a black box: its outputs are sources, like
-the checkpoint's inputs. A backward slice from the slots that are alive at the end of the body (and from reads that become Python
-values, writes and collectives before the last of them) names the sources that replay reads; see :meth:`Observer.plan`.
+It records the operations of recomputed code as a graph over storages: an operation reads the last writers of its
+arguments' storages and becomes the writer of its outputs'. Views make no node. A SAVE region is a black box: its
+outputs are sources, like the checkpoint's inputs. A backward slice from the slots that are alive at the end of the body
+(and from reads that become Python values, writes and collectives before the last of them) names the sources that replay
+reads; see :meth:`Observer.plan`.
 
-Kernels that the dispatcher does not see inside a custom ``autograd.Function`` are covered by the autograd graph: such a node reads
-what its edges lead to. Those outside one meet an error at the placeholder's data pointer in replay.
+Kernels that the dispatcher does not see inside a custom ``autograd.Function`` are covered by the autograd graph: such a
+node reads what its edges lead to. Those outside one meet an error at the placeholder's data pointer in replay.
 
 Storages are identified by weak references, so observing keeps no memory alive beyond the outputs of SAVE regions.
 """
@@ -112,7 +113,9 @@ class Observer(TorchDispatchMode):
         self._events: list[_Event] = []
         self._roots: list[int] = []
         self._writes: list[tuple[int, int]] = []  # (position, storage) of in-place operations in recomputed code
-        self._origins: dict[int, list[Output]] = {}  # storage -> persisted outputs on it, copied before they are modified
+        self._origins: dict[
+            int, list[Output]
+        ] = {}  # storage -> persisted outputs on it, copied before they are modified
         self._external_writes: dict[int, tuple[Tensor, int, str]] = {}
         self._in_region: Region | None = None
         self._region_writes: set[int] = set()
@@ -124,7 +127,7 @@ class Observer(TorchDispatchMode):
         self._overwritten: dict[int, int] = {}  # a SAVE region modified another's output: node after -> node before
         self.random: str | None = None
 
-    # What forward reports -----------------------------------------------------------------------------------------------
+    # --- What forward reports
 
     def inputs(self, leaves: list[Any]) -> None:
         """The checkpoint's argument leaves."""
@@ -186,7 +189,8 @@ class Observer(TorchDispatchMode):
         for key in unclaimed:
             if any(event.storage == key and event.slot() is not None for event in self._events):
                 raise ModifiedError(
-                    f"Region {display_name(self._tape.name, region.name)} (recompute=False) modifies in place a tensor that recomputed "
+                    f"Region {display_name(self._tape.name, region.name)} (recompute=False) modifies in place a tensor "
+                    f"that recomputed "
                     f"code has saved for its backward; replay skips the region and would not see the change.\n"
                     f"To fix: work on a .clone() inside the region."
                 )
@@ -205,7 +209,9 @@ class Observer(TorchDispatchMode):
             elif output.kind is OutputKind.KEPT:
                 maker = self._nodes[self._writer[key]]
                 if maker.kind != _OUTPUT or maker.detail[0] != index:
-                    self._declared.add((index, position))  # an alias of something captured: only the tape can give it back
+                    self._declared.add(
+                        (index, position)
+                    )  # an alias of something captured: only the tape can give it back
             self._origins.setdefault(key, []).append(output)
 
     def declare(self, tensor: Tensor) -> bool:
@@ -218,14 +224,14 @@ class Observer(TorchDispatchMode):
                 found = True
         return found
 
-    # The dispatch mode --------------------------------------------------------------------------------------------------
+    # --- The dispatch mode
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         schema = getattr(func, "_schema", None)
         written = _written(schema, args, kwargs) if schema is not None and schema.is_mutable else []
         if written:
-            self._before_write(written, schema.name)
+            self._before_write(written, str(func))
         if self._in_region is not None:
             self._region_writes.update(key for tensor in written for key in storage_keys(tensor))
             return func(*args, **kwargs)
@@ -280,7 +286,7 @@ class Observer(TorchDispatchMode):
         return result
 
     def _before_write(self, written: list[Tensor], name: str) -> None:
-        """Copy the persisted outputs that are about to be modified, and remember writes to what the body did not make."""
+        """Copy persisted outputs that are about to be modified; remember writes to what the body did not make."""
         for tensor in written:
             for key in storage_keys(tensor):
                 for output in self._origins.pop(key, ()):
@@ -312,7 +318,7 @@ class Observer(TorchDispatchMode):
         self._nodes.append(_Node(kind, reads, detail))
         return len(self._nodes) - 1
 
-    # What was learned ---------------------------------------------------------------------------------------------------
+    # --- What was learned
 
     def plan(self, function: Any, outputs: list[Any], early_stop: bool) -> Plan:
         """The plan for the path just observed. Raises ``ModifiedError`` for what no replay can reproduce."""
@@ -344,7 +350,11 @@ class Observer(TorchDispatchMode):
             for index, region in enumerate(self._tape.order)
         )
         wanted = {self._nodes[node].detail for node in needed if self._nodes[node].kind == _EXTERNAL}
-        found = externals.find(function, lambda tensor: any(key in wanted for key in storage_keys(tensor))) if wanted else ()
+        found = (
+            externals.find(function, lambda tensor: any(key in wanted for key in storage_keys(tensor)))
+            if wanted
+            else ()
+        )
         return Plan(
             steps,
             len(self._tape.slots),
@@ -369,8 +379,10 @@ class Observer(TorchDispatchMode):
         )
 
     def _shells(self, needed: set[int], keep: dict[int, set[int]]) -> dict[int, set[int]]:
-        """Outputs that nobody reads before another SAVE region overwrites them, where that region's version is needed: replay
-        must have a tensor to write into. They share memory with the later version, so keeping them costs nothing."""
+        """Outputs that nobody reads before another SAVE region overwrites them, where that region's version is needed.
+
+        Replay must have a tensor to write into. They share memory with the later version: keeping them is free.
+        """
         shells: dict[int, set[int]] = {}
         for after in sorted(self._overwritten, reverse=True):
             before = self._overwritten[after]
@@ -383,7 +395,9 @@ class Observer(TorchDispatchMode):
     def _step(self, index: int, region: Region, keep: set[int], unchecked: set[int], readers: dict[int, str]) -> Step:
         shared = _with_siblings(region, keep)
         changed = dict(region.changed)
-        named = {self._nodes[node].detail: label for node, label in readers.items() if self._nodes[node].kind == _OUTPUT}
+        named = {
+            self._nodes[node].detail: label for node, label in readers.items() if self._nodes[node].kind == _OUTPUT
+        }
         return Step(
             region.name,
             region.recompute,
@@ -414,7 +428,7 @@ class Observer(TorchDispatchMode):
         return needed
 
     def _join_functions(self, outputs: list[Any], needed: set[int], readers: dict[int, str]) -> None:
-        """Add the sources that custom autograd Functions of recomputed code read, which the dispatcher may not have seen."""
+        """Add what custom autograd Functions of recomputed code read; the dispatcher may not have seen it."""
         if not self._makers:
             return
         first = self._tape.first_sequence_nr
@@ -426,7 +440,9 @@ class Observer(TorchDispatchMode):
                 continue
             seen.add(function)
             following = [edge for edge, _ in function.next_functions if edge is not None]
-            if isinstance(function, torch.autograd.function.BackwardCFunction) and not self._in_span(function._sequence_nr()):
+            if isinstance(function, torch.autograd.function.BackwardCFunction) and not self._in_span(
+                function._sequence_nr()
+            ):
                 for edge in following:
                     maker = self._makers.get((edge.name(), edge._sequence_nr()))
                     if maker is not None and maker not in needed:
@@ -443,9 +459,12 @@ class Observer(TorchDispatchMode):
             kind, _, detail = self._nodes[node]
             if kind == _STALE:
                 raise ModifiedError(
-                    f"Region {display_name(self._tape.name, detail)} (recompute=False) modifies one of its arguments in place, and "
-                    f"recomputed code reads that tensor afterwards; replay skips the region, so the change would be missing.\n"
-                    f"To fix: return the modified tensor from the region and use the returned one, work on a .clone() inside the "
+                    f"Region {display_name(self._tape.name, detail)} (recompute=False) modifies one of its arguments "
+                    f"in place, and "
+                    f"recomputed code reads that tensor afterwards; replay skips the region, so the change would be "
+                    f"missing.\n"
+                    f"To fix: return the modified tensor from the region and use the returned one, work on a .clone() "
+                    f"inside the "
                     f"region, or mark it recompute=True."
                 )
         if self._tape.hooks:
@@ -455,9 +474,12 @@ class Observer(TorchDispatchMode):
             read = any(writers & set(self._nodes[node].reads) and node not in writers for node in needed)
             if read and tensor._version != version:
                 raise ModifiedError(
-                    f"Recomputed code of checkpoint {display_name(self._tape.name)} modifies a tensor from outside in place "
-                    f"({where}) and reads it afterwards; a replay would modify it a second time and compute something else.\n"
-                    f"To fix: put that code in a region with recompute=False, or pass a state hook that restores the tensor "
+                    f"Recomputed code of checkpoint {display_name(self._tape.name)} modifies a tensor from outside in "
+                    f"place "
+                    f"({where}) and reads it afterwards; a replay would modify it a second time and compute something "
+                    f"else.\n"
+                    f"To fix: put that code in a region with recompute=False, or pass a state hook that restores the "
+                    f"tensor "
                     f"(recompute_state_hooks=...)."
                 )
 
@@ -476,8 +498,10 @@ def random_message(checkpoint: str | None, where: str, generator: torch.Generato
     device = str(generator.device)
     hook = "remat.GeneratorHook(generator)" if own else f'remat.GeneratorHook("{device}")'
     return (
-        f"Recomputed code of checkpoint {display_name(checkpoint)} draws random numbers ({where}), and no state hook restores the "
-        f"{'generator it was given' if own else f'generator of {device}'} for replay: the numbers would differ between forward and "
+        f"Recomputed code of checkpoint {display_name(checkpoint)} draws random numbers ({where}), and no state hook "
+        f"restores the "
+        f"{'generator it was given' if own else f'generator of {device}'} for replay: the numbers would differ between "
+        f"forward and "
         f"replay, and the gradients would be wrong.\n"
         f"To fix: remat.checkpoint(..., recompute_state_hooks=({hook},)), or put the random operation in a region with "
         f"recompute=False."
@@ -505,7 +529,8 @@ def _with_siblings(region: Region, keep: set[int]) -> set[int]:
     siblings = {
         position
         for position, output in enumerate(region.outputs)
-        if output.kind is OutputKind.KEPT and (position in wanted or any(key in kept_keys for key in _data_keys(output)))
+        if output.kind is OutputKind.KEPT
+        and (position in wanted or any(key in kept_keys for key in _data_keys(output)))
     }
     return siblings | {position for position in keep if position < 0}
 

@@ -1,15 +1,15 @@
 """Stand-ins that replay serves for tensors whose data was not kept.
 
-A placeholder has the shape, stride, offset, dtype, device and ``requires_grad`` of the tensor it stands for, and no data. It is a
-wrapper subclass, so it needs no private binding and works on every torch build.
+A placeholder has the shape, stride, offset, dtype, device and ``requires_grad`` of the tensor it stands for, and no
+data. It is a wrapper subclass, so it needs no private binding and works on every torch build.
 
 Rules:
  1. An operation on a placeholder gives placeholders: dead code in replay costs nothing and needs nothing kept.
- 2. Whatever would turn missing data into a number, a branch, a shape, a write to a real tensor, or a saved tensor that backward
-    needs raises :class:`PlaceholderError`, which names the region output, the reading line and the fix.
+ 2. Whatever would turn missing data into a number, a branch, a shape, a write to a real tensor, or a saved tensor that
+    backward needs raises :class:`PlaceholderError`, which names the region output, the reading line and the fix.
  3. Operations that read metadata only (``zeros_like``) give real tensors.
- 4. Kernels that bypass the dispatcher meet an error at ``data_ptr()``, ``numpy()``, ``tolist()`` and the like, never a null
-    pointer.
+ 4. Kernels that bypass the dispatcher meet an error at ``data_ptr()``, ``numpy()``, ``tolist()`` and the like, never a
+    null pointer.
 """
 
 from __future__ import annotations
@@ -24,17 +24,38 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from torch_remat.errors import InvalidTypeError, PlaceholderError
 
-__all__ = ["METADATA_ONLY", "Meta", "Origin", "can_stand_in", "inner_tensors", "is_placeholder", "make", "meta_of", "missing", "user_line"]
+__all__ = [
+    "METADATA_ONLY",
+    "Meta",
+    "Origin",
+    "can_stand_in",
+    "inner_tensors",
+    "is_placeholder",
+    "make",
+    "meta_of",
+    "missing",
+    "user_line",
+]
 
 _throw_on_data_ptr = getattr(torch._C, "_set_throw_on_mutable_data_ptr", None)
 
 METADATA_ONLY = frozenset(
     f"aten::{name}"
     for name in (
-        "empty_like zeros_like ones_like full_like rand_like randn_like randint_like "
-        "new_empty new_zeros new_ones new_full new_empty_strided "
-        "sym_size sym_stride sym_numel sym_storage_offset size stride is_contiguous dim numel"
-    ).split()
+        *("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like"),
+        *("new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided"),
+        *(
+            "sym_size",
+            "sym_stride",
+            "sym_numel",
+            "sym_storage_offset",
+            "size",
+            "stride",
+            "is_contiguous",
+            "dim",
+            "numel",
+        ),
+    )
 )
 """Operations that look at the shape, dtype and device of their tensor arguments and never at the data."""
 
@@ -64,10 +85,10 @@ class Placeholder(Tensor):
 
     _origin: Origin
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
-    def __new__(cls, meta: Meta, origin: Origin) -> Placeholder:
+    def __new__(cls: type[Placeholder], meta: Meta, origin: Origin) -> Placeholder:
         made = Tensor._make_wrapper_subclass(
             cls,
             meta.size,
@@ -94,7 +115,7 @@ class Placeholder(Tensor):
 
     data_ptr = numpy = tolist = untyped_storage = storage = _refuse
     __array__ = __dlpack__ = __deepcopy__ = __reduce_ex__ = share_memory_ = _refuse
-    __cuda_array_interface__ = property(_refuse)
+    __cuda_array_interface__ = property(_refuse)  # type: ignore[assignment]
 
 
 def missing(tensor: Tensor, use: str) -> PlaceholderError:
@@ -102,7 +123,8 @@ def missing(tensor: Tensor, use: str) -> PlaceholderError:
     origin = _find(tensor)._origin
     reader = origin.reader or user_line()
     return PlaceholderError(
-        f"{origin.what} is a placeholder for a tensor that was not kept for replay (checkpoint {origin.checkpoint}), and {use}.\n"
+        f"{origin.what} is a placeholder for a tensor that was not kept for replay (checkpoint {origin.checkpoint}), "
+        f"and {use}.\n"
         f"It is read by recomputed code at {reader}.\n"
         f"The runtime learned what replay reads when it first ran this body, and this read was not among it.\n"
         f"To fix: call remat.recompute_needs_tensor(tensor) before the read, or mark the region that makes the tensor "
@@ -113,9 +135,9 @@ def missing(tensor: Tensor, use: str) -> PlaceholderError:
 def is_placeholder(tensor: Tensor) -> bool:
     """Whether ``tensor`` is a stand-in that replay served for data that was not kept, or was computed from one.
 
-    False for every tensor of an ordinary forward, for tensors that were kept, and for empty, meta and fake tensors. A wrapper
-    subclass (``DTensor``) is a placeholder when one of its inner tensors is. Reads no data and never synchronises.
-    Raises ``TypeError`` when ``tensor`` is not a tensor.
+    False for every tensor of an ordinary forward, for tensors that were kept, and for empty, meta and fake tensors. A
+    wrapper subclass (``DTensor``) is a placeholder when one of its inner tensors is. Reads no data and never
+    synchronises. Raises ``TypeError`` when ``tensor`` is not a tensor.
     """
     if not isinstance(tensor, Tensor):
         raise InvalidTypeError(f"is_placeholder expects Tensor arguments, got {type(tensor).__name__}")
@@ -160,7 +182,7 @@ def meta_of(tensor: Tensor) -> Meta:
     return Meta(
         tuple(tensor.shape),
         tensor.stride(),
-        tensor.storage_offset() if subclass is None else 0,
+        int(tensor.storage_offset()) if subclass is None else 0,
         tensor.dtype,
         tensor.device,
         tensor.requires_grad,
@@ -249,7 +271,7 @@ def _first(values: Any) -> Any:
 
 
 def _metadata_only(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Rule 3: the same call on an empty tensor of one element, expanded to the placeholder's shape, on the real device."""
+    """Rule 3: the same call on an empty tensor with the placeholder's geometry."""
 
     def real(value: Any) -> Any:
         if isinstance(value, Placeholder):
@@ -263,7 +285,9 @@ def _to_meta(value: Any) -> Any:
     if isinstance(value, Placeholder):
         base = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
         if value.storage_offset():
-            span = 1 + sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True) if size)
+            span = 1 + sum(
+                (size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True) if size
+            )
             base = torch.empty(span + value.storage_offset(), dtype=value.dtype, device="meta")
             base = base.as_strided(value.shape, value.stride(), value.storage_offset())
         return base
@@ -278,7 +302,7 @@ def _to_meta(value: Any) -> Any:
 
 def _to_placeholder(value: Any, device: torch.device, origin: Origin) -> Any:
     if isinstance(value, Tensor):
-        meta = Meta(tuple(value.shape), value.stride(), value.storage_offset(), value.dtype, device, False)
+        meta = Meta(tuple(value.shape), value.stride(), int(value.storage_offset()), value.dtype, device, False)
         return Placeholder(meta, origin)
     if isinstance(value, (list, tuple)):
         return type(value)(_to_placeholder(item, device, origin) for item in value)

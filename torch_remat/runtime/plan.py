@@ -1,8 +1,8 @@
 """What the runtime has learned about a body, and which body a call runs.
 
-A :class:`Plan` belongs to one path through a body: the sequence of its region calls with the number of recomputed saves before
-each. The registry maps a body's key to the plans of the paths seen so far. The key is made of code, module configuration, training
-flag and simple arguments, never of tensors, so that equal layers share a plan.
+A :class:`Plan` belongs to one path through a body: the sequence of its region calls with the number of recomputed saves
+before each. The registry maps a body's key to the plans of the paths seen so far. The key is made of code, module
+configuration, training flag and simple arguments, never of tensors, so that equal layers share a plan.
 """
 
 from __future__ import annotations
@@ -31,11 +31,14 @@ class Step:
     recompute: bool
     slots_before: int
     keep: frozenset[int] = frozenset()
-    """Leaves of the output that replay reads: persisted. ``-1 - i`` stands for leaf ``i`` of the arguments, modified in place."""
+    """Leaves of the output that replay reads: persisted. ``-1 - i`` stands for leaf ``i`` of the arguments, modified in
+    place.
+    """
     clone: frozenset[int] = frozenset()
     """Those of ``keep`` that the body modifies in place later: persisted as a private copy."""
     unchecked: frozenset[int] = frozenset()
-    """Those of ``keep`` that a later SAVE region overwrites before anything reads them: their versions do not matter."""
+    """Those of ``keep`` that a later SAVE region overwrites before anything reads them: their versions do not matter.
+    """
     changed: frozenset[int] = frozenset()
     """Leaves of the arguments that the region modifies in place."""
     rebuild: frozenset[int] = frozenset()
@@ -59,7 +62,8 @@ class Plan:
     own_generators: bool = False
     """Recomputed code draws from generators other than the default ones: replay is watched."""
     watched: tuple[tuple[int, int], ...] = ()
-    """(slot, output leaf) where an output of the checkpoint is itself saved: modifying it afterwards must be noticed."""
+    """(slot, output leaf) where an output of the checkpoint is itself saved: modifying it afterwards must be noticed.
+    """
     externals: tuple[Any, ...] = ()
     """Where the parameters and buffers that replay reads are found; see ``externals.py``."""
 
@@ -103,7 +107,10 @@ class Known:
 
 
 class Registry:
-    """Everything known, by body key. Bounded: a body whose captured values never stop changing is looked up without them."""
+    """Everything known, by body key.
+
+    Bounded: a body whose captured values never stop changing is looked up without them.
+    """
 
     def __init__(self, per_code: int = 128, codes: int = 1024) -> None:
         self._known: dict[Any, dict[Any, Known]] = {}
@@ -171,7 +178,11 @@ def _callable_key(function: Any, budget: list[int]) -> tuple[Any, Any]:
         if function.__closure__ is None and function.__defaults__ is None and function.__kwdefaults__ is None:
             return function.__code__, None
         cells = tuple([_cell_key(cell, budget) for cell in function.__closure__ or ()])
-        return function.__code__, (cells, _value_key(function.__defaults__, budget), _value_key(function.__kwdefaults__, budget))
+        return function.__code__, (
+            cells,
+            _value_key(function.__defaults__, budget),
+            _value_key(function.__kwdefaults__, budget),
+        )
     if kind is types.MethodType:
         code, captured = _callable_key(function.__func__, budget)
         return code, (captured, _value_key(function.__self__, budget))
@@ -261,4 +272,6 @@ class _Digest:
         return self._hash
 
     def __eq__(self, other: object) -> bool:
-        return self is other or (isinstance(other, _Digest) and self._hash == other._hash and self._parts == other._parts)
+        return self is other or (
+            isinstance(other, _Digest) and self._hash == other._hash and self._parts == other._parts
+        )

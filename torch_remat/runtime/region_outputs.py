@@ -6,9 +6,9 @@ Rules for a tensor that the region returned, in this order:
  3. The plan says that replay reads it, or there is no plan, or no placeholder can stand for it: persisted.
  4. A placeholder stands for it.
 
-An argument that the region modified in place is kept as the region left it, and replay writes that into its own argument: the region
-is skipped, its effect on arguments is not. Where the argument came from another SAVE region or is the checkpoint's input, and the
-plan says that nobody reads it, nothing is kept.
+An argument that the region modified in place is kept as the region left it, and replay writes that into its own
+argument: the region is skipped, its effect on arguments is not. Where the argument came from another SAVE region or is
+the checkpoint's input, and the plan says that nobody reads it, nothing is kept.
 """
 
 from __future__ import annotations
@@ -54,7 +54,9 @@ class SaveOutputs:
         """The region modified leaf ``index`` of its arguments in place."""
         step = self._step
         if self._frame.observer is None and (step is None or index not in step.changed):
-            self._frame.tape.to_end = True  # replay must come past here, to notice what was saved before and changed now
+            self._frame.tape.to_end = (
+                True  # replay must come past here, to notice what was saved before and changed now
+            )
         if step is None or -1 - index in step.keep or index not in step.changed:
             self._record.changed.append((index, self._kept(argument, -1 - index)))
 
@@ -99,7 +101,8 @@ class SaveOutputs:
         if step is None or position not in step.unchecked:
             output.version = version_of(output.data) if not output.cloned else version_of(tensor)
         if self._pair is not None:
-            output.unpack = (self._pair, self._context, self._saves)  # type: ignore[assignment] - packed when a reader is known
+            # type: ignore[assignment] - packed when a reader is known
+            output.unpack = (self._pair, self._context, self._saves)
             if self._frame.observer is None:
                 self._frame.pack_output(output)
         return output

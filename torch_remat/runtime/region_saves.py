@@ -1,9 +1,10 @@
 """What a SAVE region saves for its backward, where that is not left to autograd: rebuilt arguments and packed saves.
 
 Rules, in this order, for a tensor that the region saves:
- 1. It is an argument that replay can make, unmodified since the region was entered: dropped, rebuilt from replay's argument.
- 2. It is a view inside such an argument's memory (same dtype, same conjugate and negative bits): dropped, rebuilt with the same
-    geometry. Whatever is not exactly that is kept.
+ 1. It is an argument that replay can make, unmodified since the region was entered: dropped, rebuilt from replay's
+    argument.
+ 2. It is a view inside such an argument's memory (same dtype, same conjugate and negative bits): dropped, rebuilt with
+    the same geometry. Whatever is not exactly that is kept.
  3. It is a parameter or a view of one: held as eager holds it. Hook pairs do not see weights.
  4. A hook pair applies: packed by it.
  5. Kept.
@@ -49,7 +50,9 @@ class RegionSaves:
         self._observer = frame.observer
         self._index = len(frame.tape.order) - 1
         self._saved = 0
-        self._packed: list[tuple[Any, Any, WeakStorage]] = []  # geometry on its storage, payload, the storage's identity
+        self._packed: list[
+            tuple[Any, Any, WeakStorage]
+        ] = []  # geometry on its storage, payload, the storage's identity
         self._targets = [
             (index, leaf, versions[index])
             for index, leaf in enumerate(leaves)
@@ -116,8 +119,11 @@ def _geometry(tensor: Tensor) -> Any:
 
 
 def _inside(tensor: Tensor, argument: Tensor) -> Any:
-    """How to make ``tensor`` from ``argument``: () for the same, (size, stride, relative offset, stride of the argument) for a
-    view inside its memory, None where it is neither."""
+    """How to make ``tensor`` from ``argument``.
+
+    () for the same, (size, stride, relative offset, stride of the argument) for a view inside its memory, None where it
+    is neither.
+    """
     if tensor is argument:
         return ()
     if type(tensor) is not Tensor or type(argument) not in _PLAIN or tensor.dtype is not argument.dtype:

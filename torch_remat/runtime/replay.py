@@ -2,10 +2,11 @@
 
 Rules:
  1. A recomputed save fills the slot of the same position. Before each region the position must be the one of forward.
- 2. A SAVE region is not entered. Its rebuilt saves are filled from the call's arguments, its outputs come from the tape, what it
-    raised is raised again, and the state hooks are set to its exit.
+ 2. A SAVE region is not entered. Its rebuilt saves are filled from the call's arguments, its outputs come from the
+    tape, what it raised is raised again, and the state hooks are set to its exit.
  3. Replay ends at the last living slot, unless the plan needs the tail.
- 4. Nothing is consumed: inputs, records and states stay on the tape until backward releases it, so a failed replay can be retried.
+ 4. Nothing is consumed: inputs, records and states stay on the tape until backward releases it, so a failed replay can
+    be retried.
 """
 
 from __future__ import annotations
@@ -15,7 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_remat.errors import InvalidTypeError, ModifiedError, PolicyDriftError, RandomStateError, SavesDriftError, display_name
+from torch_remat.errors import (
+    InvalidTypeError,
+    ModifiedError,
+    PolicyDriftError,
+    RandomStateError,
+    SavesDriftError,
+    display_name,
+)
 from torch_remat.runtime import placeholder
 from torch_remat.runtime.frame import Frame, current_frame, scopes
 from torch_remat.runtime.graft import as_result
@@ -46,12 +54,16 @@ class ReplayFrame(Frame):
         self._position = 0
         self._remaining = unfilled
         self._stops = not tape.to_end
-        self._trusted = _set_version is not None and not tape.hooks  # copies count from 0; a state hook may write to what it restores
+        self._trusted = (
+            _set_version is not None and not tape.hooks
+        )  # copies count from 0; a state hook may write to what it restores
         self.input_ids: set[int] = set()
         self._inner = 0
-        self._undo: list[tuple[Any, Any]] = []  # state hooks of checkpoints inside this one, and what they were before replay
+        self._undo: list[
+            tuple[Any, Any]
+        ] = []  # state hooks of checkpoints inside this one, and what they were before replay
 
-    # Saves of recomputed code (rule 1) ----------------------------------------------------------------------------------
+    # --- Saves of recomputed code (rule 1)
 
     def pack(self, tensor: Tensor) -> Any:
         """Pack hook of recomputed code in replay."""
@@ -79,7 +91,7 @@ class ReplayFrame(Frame):
         if self._remaining == 0 and self._stops:
             raise _Stop
 
-    # Regions (rule 2) ---------------------------------------------------------------------------------------------------
+    # --- Regions (rule 2)
 
     def call_region(self, function: Any, name: str, recompute: bool, args: Any, kwargs: Any) -> Any:
         """Run or skip one region call."""
@@ -89,21 +101,25 @@ class ReplayFrame(Frame):
         if record is None:
             raise PolicyDriftError(
                 f"No save record for region {display_name(tape.name, name)}: replay calls it and forward did not.\n"
-                f"To fix: the body must take the same path in both passes; what decides the path has to come from its arguments, "
+                f"To fix: the body must take the same path in both passes; what decides the path has to come from its "
+                f"arguments, "
                 f"from a region with recompute=False, or from a state hook."
                 if not recompute
-                else f"Conflicting recompute settings for region {display_name(tape.name, name)}: replay calls it with recompute=True "
+                else f"Conflicting recompute settings for region {display_name(tape.name, name)}: "
+                f"replay calls it with recompute=True "
                 f"and forward did not call it.\nTo fix: the body must take the same path in both passes."
             )
         if record.recompute is not recompute:
             raise PolicyDriftError(
-                f"Conflicting recompute settings for region {display_name(tape.name, name)}: forward had recompute={record.recompute}, "
+                f"Conflicting recompute settings for region {display_name(tape.name, name)}: forward had "
+                f"recompute={record.recompute}, "
                 f"replay has recompute={recompute}.\nTo fix: decide the policy once, before the checkpoint is called."
             )
         if self._position != record.slots_before:
             raise SavesDriftError(
                 self._drift(
-                    f"before region {display_name(tape.name, name)} it saves {self._position} tensors, in forward it saved "
+                    f"before region {display_name(tape.name, name)} it saves {self._position} tensors, in forward it "
+                    f"saved "
                     f"{record.slots_before}"
                 )
             )
@@ -144,7 +160,8 @@ class ReplayFrame(Frame):
         argument = arguments[index] if index < len(arguments) else None
         if not isinstance(argument, Tensor):
             raise PolicyDriftError(
-                f"Region {display_name(self.tape.name, record.name)} is called with other arguments in replay: leaf {index} of its "
+                f"Region {display_name(self.tape.name, record.name)} is called with other arguments in replay: leaf "
+                f"{index} of its "
                 f"arguments is {type(argument).__name__}, in forward it was a tensor.\n"
                 f"To fix: call the region in the same way in both passes."
             )
@@ -156,8 +173,10 @@ class ReplayFrame(Frame):
         found = (argument.shape, argument.dtype, argument.device)
         if slot.expected is not None and found != slot.expected:
             raise SavesDriftError(
-                f"Argument leaf {index} of region {name} has a different layout in replay: {_described(found)}, in forward "
-                f"{_described(slot.expected)}.\nTo fix: make recomputed code deterministic, or keep what drifts (a router's choice, "
+                f"Argument leaf {index} of region {name} has a different layout in replay: {_described(found)}, in "
+                f"forward "
+                f"{_described(slot.expected)}.\nTo fix: make recomputed code deterministic, or keep what drifts (a "
+                f"router's choice, "
                 f"say) in a region with recompute=False."
             )
         if type(argument) is not Tensor and is_placeholder(argument):
@@ -167,8 +186,10 @@ class ReplayFrame(Frame):
             size, stride, start, argument_stride = geometry
             if argument.stride() != argument_stride:
                 raise SavesDriftError(
-                    f"Argument leaf {index} of region {name} has a different layout in replay: strides {argument.stride()}, in forward "
-                    f"{argument_stride}.\nTo fix: make recomputed code deterministic in its memory layout, or keep the tensor in a "
+                    f"Argument leaf {index} of region {name} has a different layout in replay: strides "
+                    f"{argument.stride()}, in forward "
+                    f"{argument_stride}.\nTo fix: make recomputed code deterministic in its memory layout, or keep the "
+                    f"tensor in a "
                     f"region with recompute=False."
                 )
             kept = kept.as_strided(size, stride, argument.storage_offset() + start)
@@ -192,19 +213,22 @@ class ReplayFrame(Frame):
         (size, stride, start), shape, argument_stride = output.meta
         if argument.shape != shape or argument.stride() != argument_stride:
             raise SavesDriftError(
-                f"Argument leaf {output.data} of region {display_name(self.tape.name, record.name)} has a different layout in replay, and "
+                f"Argument leaf {output.data} of region {display_name(self.tape.name, record.name)} has a different "
+                f"layout in replay, and "
                 f"the region returned a view of it.\nTo fix: make recomputed code deterministic."
             )
         return argument.as_strided(size, stride, argument.storage_offset() + start)
 
-    # What is handed to the body -----------------------------------------------------------------------------------------
+    # --- What is handed to the body
 
     def data(self, output: Output, what: str) -> Tensor:
         """The tensor of a persisted output or input, checked against later modification."""
         if output.unpack is not None:
             tensor = output.unpack(output.data)
             if not isinstance(tensor, Tensor):
-                raise InvalidTypeError(f"the unpack hook returned {type(tensor).__name__} for {what}, expected the tensor.")
+                raise InvalidTypeError(
+                    f"the unpack hook returned {type(tensor).__name__} for {what}, expected the tensor."
+                )
             if output.version is not None:
                 version, probe = output.version
                 if probe is not None and version_of(probe) != version:
@@ -222,7 +246,7 @@ class ReplayFrame(Frame):
         _restore_version(tensor, output)
         return as_result(tensor) if output.meta else tensor
 
-    # Checkpoints inside this one ----------------------------------------------------------------------------------------
+    # --- Checkpoints inside this one
 
     def enter_checkpoint(self, hooks: tuple[Any, ...]) -> tuple[Any, ...]:
         """Set the state hooks of a checkpoint inside this one as they were at its entry."""
@@ -239,20 +263,26 @@ class ReplayFrame(Frame):
         for hook, state in reversed(self._undo):
             hook.restore(state)
 
-    # The end ------------------------------------------------------------------------------------------------------------
+    # --- The end
 
     def finished(self) -> None:
         """The body has returned: everything must be filled (rule 3)."""
         if self._remaining > 0 and self.tape.unfilled():
             raise SavesDriftError(
-                self._drift(f"it saves {self._position} tensors, in forward it saved {len(self.tape.slots)}, and backward needs the rest")
+                self._drift(
+                    f"it saves {self._position} tensors, in forward it saved {len(self.tape.slots)}, and backward "
+                    f"needs the rest"
+                )
             )
 
     def _drift(self, how: str) -> str:
         return (
-            f"Recomputed code of checkpoint {display_name(self.tape.name)} does not do in replay what it did in forward: {how}.\n"
-            f"To fix: make the body deterministic. Usual causes: a branch on data that drifts (keep the choice in a region with "
-            f"recompute=False), a module switched between train() and eval(), a cache or container that grew, autocast or another "
+            f"Recomputed code of checkpoint {display_name(self.tape.name)} does not do in replay what it did in "
+            f"forward: {how}.\n"
+            f"To fix: make the body deterministic. Usual causes: a branch on data that drifts (keep the choice in a "
+            f"region with "
+            f"recompute=False), a module switched between train() and eval(), a cache or container that grew, autocast "
+            f"or another "
             f"context that is no longer active (carry it with a state hook)."
         )
 
@@ -261,11 +291,13 @@ class ReplayFrame(Frame):
         where = f"after region {before[-1].name}" if before else "before the first region"
         return (
             f"Recomputed values for the following tensors have different metadata than during the forward pass.\n"
-            f"checkpoint {display_name(self.tape.name)}, saved tensor {position} ({where}), saved at {placeholder.user_line()}:\n"
+            f"checkpoint {display_name(self.tape.name)}, saved tensor {position} ({where}), saved at "
+            f"{placeholder.user_line()}:\n"
             f"  forward: {_described(expected)}\n"
             f"  replay:  {_described(found)} (recomputed shapes differ)\n"
-            f"To fix: make the body deterministic; keep a choice that drifts (routing, say) in a region with recompute=False, or "
-            f"pass determinism_check=\"none\" if only the metadata differs and the values are right."
+            f"To fix: make the body deterministic; keep a choice that drifts (routing, say) in a region with "
+            f"recompute=False, or "
+            f'pass determinism_check="none" if only the metadata differs and the values are right.'
         )
 
 
@@ -322,12 +354,8 @@ def replay(tape: Tape, unfilled: int) -> None:
 
 
 def _unmodified(tape: Tape) -> list[Any]:
-    """The filled slots whose tensors replay itself has not modified since: what state hooks write from here on is theirs."""
-    found = []
-    for slot in tape.living_slots():
-        if slot.tensor is not None and version_of(slot.tensor) == slot.version:
-            found.append(slot)
-    return found
+    """The filled slots that replay itself has not modified since; what state hooks write from here on is theirs."""
+    return [slot for slot in tape.living_slots() if slot.tensor is not None and version_of(slot.tensor) == slot.version]
 
 
 def _put_back(guard: GeneratorGuard, tape: Tape) -> None:
@@ -359,11 +387,12 @@ def _identity(tensor: Tensor) -> Tensor:
 
 
 def _inputs(tape: Tape, frame: ReplayFrame) -> Any:
-    """The arguments for replay: the same leaves and objects, fresh aliases of other tensors, in containers like forward's."""
+    """The arguments for replay: the same leaves and objects, fresh aliases of other tensors, in new containers."""
     for name, tensor, version in tape.externals:
         if tensor._version != version:
             raise ModifiedError(
-                f"{name}, which the body of checkpoint {display_name(tape.name)} reads, was modified in place between forward and "
+                f"{name}, which the body of checkpoint {display_name(tape.name)} reads, was modified in place between "
+                f"forward and "
                 f"backward; a replay would compute with the new value.\n"
                 f"To fix: call backward before the optimizer step (or whatever changes {name})."
             )
@@ -385,7 +414,8 @@ def _inputs(tape: Tape, frame: ReplayFrame) -> Any:
 def modified(what: str, tape: Tape) -> ModifiedError:
     """The error for a kept tensor that changed before replay reads it."""
     return ModifiedError(
-        f"Saved tensor {what} (checkpoint {display_name(tape.name)}) was modified in-place after it was saved, and replay has to read "
+        f"Saved tensor {what} (checkpoint {display_name(tape.name)}) was modified in-place after it was saved, and "
+        f"replay has to read "
         f"it as it was.\nTo fix: modify a .clone() of it, or call backward first."
     )
 

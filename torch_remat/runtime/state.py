@@ -1,8 +1,8 @@
 """State outside tensors that replay must find as forward left it.
 
-Three kinds: what torch keeps per thread and we carry unasked (autocast, default dtype, function modes); what the user carries with
-a :class:`RecomputeStateHook`; and random generators, for which :class:`GeneratorHook` is the stock hook and
-:class:`GeneratorGuard` the check that nobody drew numbers in replay without one.
+Three kinds: what torch keeps per thread and we carry unasked (autocast, default dtype, function modes); what the user
+carries with a :class:`RecomputeStateHook`; and random generators, for which :class:`GeneratorHook` is the stock hook
+and :class:`GeneratorGuard` the check that nobody drew numbers in replay without one.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ __all__ = ["Ambient", "GeneratorGuard", "GeneratorHook", "GeneratorWatch", "Reco
 class RecomputeStateHook(Protocol):
     """Carries state that lives outside the checkpoint's arguments from forward to replay.
 
-    ``snapshot`` runs at entry of the checkpoint, after each SAVE region that ran, and before each replay (the outer state).
-    ``restore`` runs in the thread that replays: with the entry snapshot at the start, with a region's exit snapshot where replay
-    skips that region, and with the outer snapshot at the end, also when replay raises. A snapshot may be restored many times.
+    ``snapshot`` runs at entry of the checkpoint, after each SAVE region that ran, and before each replay (the outer
+    state). ``restore`` runs in the thread that replays: with the entry snapshot at the start, with a region's exit
+    snapshot where replay skips that region, and with the outer snapshot at the end, also when replay raises. A snapshot
+    may be restored many times.
     """
 
     def snapshot(self) -> Any:
@@ -43,12 +44,12 @@ class GeneratorHook:
     """State hook for random generators: replay draws the numbers that forward drew.
 
     Args:
-        *generators: what to carry: ``"cpu"``, ``"cuda"`` or ``"cuda:1"`` (the default generator of that device; without an index
-            the device current at each call), a ``torch.device``, or a ``torch.Generator`` of your own. None given: the CPU
-            generator and, where there is one, the current CUDA device's.
+        *generators: what to carry: ``"cpu"``, ``"cuda"`` or ``"cuda:1"`` (the default generator of that device; without
+            an index the device current at each call), a ``torch.device``, or a ``torch.Generator`` of your own. None
+            given: the CPU generator and, where there is one, the current CUDA device's.
 
-    A CUDA generator is carried by seed and offset, without a device synchronisation; the CPU generator as its state of 5,056 bytes,
-    about a microsecond for each snapshot.
+    A CUDA generator is carried by seed and offset, without a device synchronisation; the CPU generator as its state of
+    5,056 bytes, about a microsecond for each snapshot.
 
     Raises:
         TypeError: an argument is none of these.
@@ -58,7 +59,8 @@ class GeneratorHook:
         for generator in generators:
             if not isinstance(generator, (str, torch.device, torch.Generator)):
                 raise InvalidTypeError(
-                    f"GeneratorHook expects device names, torch.device or torch.Generator, got {type(generator).__name__}. "
+                    f"GeneratorHook expects device names, torch.device or torch.Generator, got "
+                    f"{type(generator).__name__}. "
                     f'To fix: pass GeneratorHook("cpu"), GeneratorHook("cuda") or GeneratorHook(my_generator).'
                 )
         self._targets = tuple(torch.device(one) if isinstance(one, str) else one for one in generators)
@@ -180,7 +182,7 @@ class Ambient:
 
     def __init__(self) -> None:
         self.autocast: list[tuple[str, bool, torch.dtype]] | None = None  # None: off everywhere
-        if any([torch.is_autocast_enabled(device) for device in _autocast_devices()]):
+        if any(map(torch.is_autocast_enabled, _autocast_devices())):
             self.autocast = _autocast()
         self.default_dtype = torch.get_default_dtype()
         self.modes: list[Any] = []
@@ -189,7 +191,9 @@ class Ambient:
 
 
 def _autocast() -> list[tuple[str, bool, torch.dtype]]:
-    return [(device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in _autocast_devices()]
+    return [
+        (device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in _autocast_devices()
+    ]
 
 
 @functools.cache
@@ -201,8 +205,8 @@ def _autocast_devices() -> tuple[str, ...]:
 class restored:  # noqa: N801 - used like a function
     """Context manager: run with gradients on and the state of ``then``, and put the present state back afterwards.
 
-    Autocast runs without its cache of cast weights: the cache is keyed by weight alone, and what lies in it belongs to whatever
-    autocast block surrounds the backward call.
+    Autocast runs without its cache of cast weights: the cache is keyed by weight alone, and what lies in it belongs to
+    whatever autocast block surrounds the backward call.
     """
 
     __slots__ = ("_then", "_undo")

@@ -2,11 +2,12 @@
 
 [Note: who owns what]
 
-- A :class:`Slot` is the payload of a saved tensor of recomputed code. The autograd node owns it; the tape has a weak reference.
-  It is empty after forward, filled by replay, and dies with its node.
-- A :class:`Region` record lives on the tape. Its outputs hold the data of persisted outputs and only metadata of the others.
-- The tape itself is owned by the autograd graph alone, through the unpack hooks of its slots. When the last slot dies, so does the
-  tape, with its inputs and records; a checkpoint without a living slot has nothing to replay.
+- A :class:`Slot` is the payload of a saved tensor of recomputed code. The autograd node owns it; the tape has a weak
+  reference. It is empty after forward, filled by replay, and dies with its node.
+- A :class:`Region` record lives on the tape. Its outputs hold the data of persisted outputs and only metadata of the
+  others.
+- The tape itself is owned by the autograd graph alone, through the unpack hooks of its slots. When the last slot dies,
+  so does the tape, with its inputs and records; a checkpoint without a living slot has nothing to replay.
 - Outputs reach the tape through weak references only, so a held output holds no tape.
 """
 
@@ -40,8 +41,9 @@ _STALE = -2  # no tensor is ever at this version
 class Slot:
     """A saved tensor of recomputed code (or a rebuilt save of a SAVE region).
 
-    ``tensor`` is None until replay fills it. ``expected`` is the metadata seen in forward, None when nobody checks. ``version`` is
-    the version counter at the save in forward; the tensor must be at the same one when replay saves it and when backward asks.
+    ``tensor`` is None until replay fills it. ``expected`` is the metadata seen in forward, None when nobody checks.
+    ``version`` is the version counter at the save in forward; the tensor must be at the same one when replay saves it
+    and when backward asks.
     """
 
     __slots__ = ("__weakref__", "expected", "probe", "tensor", "version")
@@ -50,10 +52,12 @@ class Slot:
         self.tensor: Tensor | None = None
         self.version = version
         self.expected = expected
-        self.probe: Tensor | None = None  # shares the version counter of an output that user code may modify after forward
+        self.probe: Tensor | None = (
+            None  # shares the version counter of an output that user code may modify after forward
+        )
 
     def fill(self, tensor: Tensor, version: int, trusted: bool) -> None:
-        """Replay has made the tensor; it is at ``version``. Versions that cannot be trusted to compare are not compared."""
+        """Replay has made the tensor, at ``version``. Without ``trusted`` the versions of the passes do not compare."""
         self.tensor = tensor
         if version != self.version:
             self.version = version if not trusted else _STALE
@@ -71,7 +75,10 @@ class Kept:
 
 
 class Packed:
-    """Payload of a save that a user's hook pair has packed. ``probe`` shares the version counter of the tensor, not its memory."""
+    """Payload of a save that a user's hook pair has packed.
+
+    ``probe`` shares the version counter of the tensor, not its memory.
+    """
 
     __slots__ = ("label", "payload", "probe", "unpack", "version")
 
@@ -101,7 +108,9 @@ class Output:
 
     def __init__(self, kind: OutputKind, data: Any = None, meta: Any = None) -> None:
         self.kind = kind
-        self.data = data  # OBJECT: the object; KEPT: tensor or payload; ARGUMENT*: index; REPEAT: index of the first leaf
+        self.data = (
+            data  # OBJECT: the object; KEPT: tensor or payload; ARGUMENT*: index; REPEAT: index of the first leaf
+        )
         self.meta = meta  # metadata for a placeholder; requires_grad for KEPT; geometry for ARGUMENT_VIEW
         self.unpack: Callable[[Any], Any] | None = None  # set where a hook packed the data
         self.version: Any = None  # of the tensor; with a version probe where a hook packed the data; None: not checked
@@ -119,7 +128,9 @@ class Region:
         self.slots_before = slots_before  # recomputed saves before this call: where replay must stand when it gets here
         self.spec: Any = None
         self.outputs: list[Output] = []
-        self.changed: list[tuple[int, Output]] = []  # leaves of the arguments that the body modified in place, as it left them
+        self.changed: list[
+            tuple[int, Output]
+        ] = []  # leaves of the arguments that the body modified in place, as it left them
         self.rebuilds: list[tuple[weakref.ref[Slot], int, Any]] = []  # slot, leaf of the arguments, view geometry
         self.error: BaseException | None = None  # what the body of a SAVE region raised
         self.exit_states: list[tuple[Any, Any]] = []  # state hooks and what they were when the region returned
@@ -169,10 +180,15 @@ class Tape:
         self.states: list[Any] = []  # of the state hooks at entry
         self.inner_states: list[list[Any]] = []  # of the hooks of checkpoints inside this one, at their entries
         self.generators: list[torch.Generator] | None = None  # drawn from in recomputed code besides the default ones
-        self.externals: list[tuple[str, Tensor, int]] = []  # parameters and buffers that replay reads, with their versions
+        self.externals: list[
+            tuple[str, Tensor, int]
+        ] = []  # parameters and buffers that replay reads, with their versions
         self.first_sequence_nr = 0  # autograd nodes of this body have at least this number
         self.key: Any = None  # under which the plans of this body are registered
-        self.task: tuple[int, bool] = (-1, False)  # the last graph task and whether it leaves rebuilt tensors in their slots
+        self.task: tuple[int, bool] = (
+            -1,
+            False,
+        )  # the last graph task and whether it leaves rebuilt tensors in their slots
         self.fits = False  # the learned plan fitted this call
         self.to_end = False  # replay must not stop early
         self.complete = False  # forward has ended

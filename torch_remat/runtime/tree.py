@@ -1,10 +1,11 @@
 """Containers of arguments and outputs: take them apart into leaves and put them together again.
 
-Leaves are tensors, everything that is no known container (numbers, strings, ``None``, opaque objects), and containers without a
-tensor in them, which are handed out again as the same object unless somebody changed them meanwhile. Known containers are
-tuples, named tuples and ``torch.return_types``, lists, dicts, their subclasses, dataclass instances, and whatever is registered
-with ``torch.utils._pytree``. A rebuilt container is a new object of the same type; opaque objects are passed on as they are.
-Containers that hold themselves are not supported (``RecursionError``), as in ``torch.utils._pytree``.
+Leaves are tensors, everything that is no known container (numbers, strings, ``None``, opaque objects), and containers
+without a tensor in them, which are handed out again as the same object unless somebody changed them meanwhile. Known
+containers are tuples, named tuples and ``torch.return_types``, lists, dicts, their subclasses, dataclass instances, and
+whatever is registered with ``torch.utils._pytree``. A rebuilt container is a new object of the same type; opaque
+objects are passed on as they are. Containers that hold themselves are not supported (``RecursionError``), as in
+``torch.utils._pytree``.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ __all__ = ["Spec", "Static", "flatten", "is_container", "unflatten"]
 LEAF: Any = None
 Spec = Any
 
-_PLAIN = frozenset({int, float, bool, str, bytes, complex, type(None), torch.Size, torch.dtype, torch.device, slice, range})
+_PLAIN = frozenset(
+    {int, float, bool, str, bytes, complex, type(None), torch.Size, torch.dtype, torch.device, slice, range}
+)
 
 
 def is_container(value: object) -> bool:
