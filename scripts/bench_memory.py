@@ -130,9 +130,7 @@ def verdict(found: dict[tuple[str, str], Measured], paper: dict[str, int], shape
         lines.append(f"ours keeps {1 - ours.kept / sac.kept:.1%} less than SAC")
     for (side, case), one in found.items():
         if one.first_kept != one.kept:
-            lines.append(
-                f"{TITLES[side, case]}: the first step keeps {one.first_kept - one.kept:+,} bytes more or less"
-            )
+            lines.append(f"{TITLES[side, case]}: the first step keeps {one.first_kept - one.kept:+,} bytes")
     return lines, exact
 
 
