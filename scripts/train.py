@@ -90,11 +90,14 @@ def main() -> int:
 
 
 def _parse_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = argparse.ArgumentParser(
+        description=(__doc__ or "").partition("\n")[0],
+        epilog="Further arguments go to torchtitan's trainer in all three runs, such as --training.seq_len=512.",
+    )
     parser.add_argument("--steps", type=int, default=20, help="training steps of each run (default 20, at least 5)")
     parser.add_argument("--run-timeout", type=float, default=900.0, help="seconds a run may take (default 900)")
     parser.add_argument("--cache", type=Path, default=PROJECT / ".cache", help="folder for text, tokenizer, logs")
-    options = parser.parse_args()
+    options, options.titan_arguments = parser.parse_known_args()
     if options.steps <= WARM_UP_STEPS + 1:
         parser.error(f"--steps must be at least {WARM_UP_STEPS + 2}, got {options.steps}")
     return options
@@ -121,6 +124,7 @@ def _run(name: str, ranks: int, text: TextAssets, options: argparse.Namespace) -
         f"--dataloader.dataset-path={text.dataset}",
         f"--dump-folder={folder}",
         f"--training.steps={options.steps}",
+        *options.titan_arguments,
     ]
     log_path = folder / "log.txt"
     with log_path.open("wb") as log:

@@ -119,7 +119,7 @@ def processes_that_name(path: Path) -> list[str]:
 @needs_torchtitan
 @pytest.mark.slow
 def test_a_short_real_run_ends_with_equal_digits(tmp_path):
-    done = launch(tmp_path)
+    done = launch(tmp_path, "--training.seq_len=64", "--training.local_batch_size=2")
     assert done.returncode == 0, done.stdout + done.stderr
     *_, none, full, regions, _, verdict = done.stdout.splitlines()
     assert verdict.endswith("equal digit for digit in the three.")
@@ -129,6 +129,8 @@ def test_a_short_real_run_ends_with_equal_digits(tmp_path):
     assert len({(line[1], line[2]) for line in cells}) == 1
     kept = [[int(size.replace(",", "")) for size in line[4].split()] for line in cells]
     assert all(full_bytes < some < all_bytes for all_bytes, full_bytes, some in zip(*kept, strict=True))
+    # Seven hidden states of the given size, in float32 on the CPU and bfloat16 on GPUs: the arguments reached the trainer.
+    assert {size / (7 * 2 * 64 * 256) for size in kept[1]} in ({4}, {2})
     assert [line[5] for line in cells] == ["0 (6 blocks)", "6 (6 blocks)", "6 (6 blocks)"]
 
 
