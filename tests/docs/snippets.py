@@ -24,9 +24,7 @@ PAGES = [
     *sorted((PROJECT / "docs").glob("*.md")),
     PROJECT / "torch_remat" / "runtime" / "README.md",
 ]
-BLOCK = re.compile(
-    r"^```python\n(?P<code>.*?)^```$(?:\s*^```text\n(?P<output>.*?)^```$)?", re.MULTILINE | re.DOTALL
-)
+BLOCK = re.compile(r"^```python\n(?P<code>.*?)^```$(?:\s*^```text\n(?P<output>.*?)^```$)?", re.MULTILINE | re.DOTALL)
 
 
 @dataclass(frozen=True)

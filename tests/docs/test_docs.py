@@ -87,6 +87,16 @@ def test_every_public_name_is_explained_in_some_page():
         assert f"`{name}" in text or f"remat.{name}" in text, name
 
 
+def test_every_feature_tested_binding_says_what_is_lost_without_it():
+    page = (PROJECT / "docs" / "compatibility.md").read_text(encoding="utf-8")
+    sources = "".join(path.read_text(encoding="utf-8") for path in (PROJECT / "torch_remat").rglob("*.py"))
+    tested = set(re.findall(r"getattr\(\s*(?:torch\._C[\w.]*|_engine),\s*\"(\w+)\"", sources))
+    assert len(tested) > 4
+    assert tested == set(
+        re.findall(r"^\| `(\w+)` \|", page.partition("| binding |")[2].partition("\n\n")[0], re.MULTILINE)
+    )
+
+
 def test_a_wrong_output_block_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("snippets.PROJECT", tmp_path)
     page = tmp_path / "page.md"
