@@ -1,9 +1,9 @@
 """The python snippets of the pages: finds them, runs them, compares or rewrites the output block behind each.
 
-A snippet is a block fenced as `python`. A block fenced as `text` right behind it holds what the snippet prints; when the
-snippet ends with an exception, its class and message stand there last, as at the end of a traceback. A snippet without
-such a block must run to its end and may print nothing. Each snippet runs alone, in a namespace of its own, as a file
-named `example.py`.
+A snippet is a block fenced as `python`. A block fenced as `text` right behind it holds what the snippet prints; when it
+ends with an exception, its class and message stand there last, as at the end of a traceback. A snippet without such a
+block must run to its end and may print nothing. Each snippet runs alone, in a namespace of its own, as a file named
+`example.py`.
 
 `python tests/docs/snippets.py [PAGE ...]` runs the snippets of the pages and rewrites the output blocks that are there.
 """
@@ -65,8 +65,8 @@ def run(snippet: Snippet) -> tuple[str, bool]:
     ended = True
     with contextlib.redirect_stdout(printed):
         try:
-            exec(compile(snippet.code, name, "exec"), {"__name__": "example"})  # noqa: S102
-        except Exception as error:
+            exec(compile(snippet.code, name, "exec"), {"__name__": "example"})
+        except Exception as error:  # noqa: BLE001 - whatever it raises is what it shows
             ended = False
             print("".join(traceback.format_exception_only(error)), end="")
     linecache.cache.pop(name, None)
