@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["Holder", "find", "locate"]
+__all__ = ["Holder", "Watched", "find", "locate"]
 
 Getter = Callable[[Any], Any]
 
@@ -61,28 +61,50 @@ def find(function: Any, wanted: Callable[[Tensor], bool]) -> tuple[Holder, ...]:
     return tuple(found)
 
 
-def locate(function: Any, holders: tuple[Holder, ...]) -> list[tuple[str, Tensor, int]]:
-    """Name, tensor and version counter of what ``holders`` lead to on ``function``, as far as it is still there."""
+class Watched(NamedTuple):
+    """An external tensor of one call: its name, itself, its version counter then, and who tells what is there now.
+
+    ``owner`` is None for parameters: FSDP and others swap them between forward and backward.
+    """
+
+    name: str
+    tensor: Tensor
+    version: int
+    owner: Callable[[], Any] | None
+
+
+def locate(function: Any, holders: tuple[Holder, ...]) -> list[Watched]:
+    """What ``holders`` lead to on ``function``, as far as it is there."""
     found = []
     for holder in holders:
         try:
             value = holder.getter(function)
             if not holder.entries:
-                found.append((holder.name, value, value._version))
+                owner = functools.partial(_now, holder.getter, function)
+                found.append(Watched(holder.name, value, value._version, owner))
                 continue
-            for name, owner, key in _resolved(value, holder.entries):
+            for name, owner, key, is_parameter in _resolved(value, holder.entries):
                 tensor = owner[key]
-                found.append((name, tensor, tensor._version))
+                found.append(
+                    Watched(name, tensor, tensor._version, None if is_parameter else functools.partial(owner.get, key))
+                )
         except (AttributeError, KeyError, IndexError, TypeError, ValueError, RuntimeError):
             continue  # another object of the same code is built differently, or holds an inference tensor
     return found
 
 
-_owners: weakref.WeakKeyDictionary[torch.nn.Module, tuple[Any, list[tuple[str, dict[str, Any], str]]]]
+def _now(getter: Getter, function: Any) -> Any:
+    try:
+        return getter(function)
+    except (AttributeError, KeyError, IndexError, TypeError, ValueError):
+        return None
+
+
+_owners: weakref.WeakKeyDictionary[torch.nn.Module, tuple[Any, list[tuple[str, dict[str, Any], str, bool]]]]
 _owners = weakref.WeakKeyDictionary()
 
 
-def _resolved(module: torch.nn.Module, entries: tuple[Entry, ...]) -> list[tuple[str, dict[str, Any], str]]:
+def _resolved(module: torch.nn.Module, entries: tuple[Entry, ...]) -> list[tuple[str, dict[str, Any], str, bool]]:
     """The dicts that hold ``entries`` on ``module``; walked once per module."""
     known = _owners.get(module)
     if known is not None and known[0] is entries:
@@ -92,7 +114,7 @@ def _resolved(module: torch.nn.Module, entries: tuple[Entry, ...]) -> list[tuple
         owner: Any = module
         for part in entry.path:
             owner = owner._modules[part]
-        found.append((entry.name, getattr(owner, entry.kind), entry.key))
+        found.append((entry.name, getattr(owner, entry.kind), entry.key, entry.kind == "_parameters"))
     _owners[module] = (entries, found)
     return found
 
@@ -111,19 +133,17 @@ def _itself(value: Any) -> Any:
 
 
 def _reachable(value: Any, name: str, getter: Getter, depth: int) -> Iterator[tuple[str, Any, Getter]]:
-    """Tensors and modules that ``value`` is, is bound to or has captured."""
+    """Tensors and modules that ``value`` is, is bound to, has captured or holds."""
     if isinstance(value, (Tensor, torch.nn.Module)):
         yield name, value, getter
-    elif depth == 0:
         return
-    elif isinstance(value, types.MethodType):
-        yield from _reachable(value.__self__, name, functools.partial(_bound_to, getter), depth - 1)
+    if depth == 0:
+        return
+    if isinstance(value, types.MethodType):
+        yield from _reachable(value.__self__, name, functools.partial(_attribute, getter, "__self__"), depth - 1)
     elif isinstance(value, functools.partial):
-        yield from _reachable(value.func, name, functools.partial(_partial_function, getter), depth - 1)
-        for index, item in enumerate(value.args):
-            yield from _reachable(
-                item, f"argument {index}", functools.partial(_partial_argument, getter, index), depth - 1
-            )
+        yield from _reachable(value.func, name, functools.partial(_attribute, getter, "func"), depth - 1)
+        yield from _reachable(value.args, name, functools.partial(_attribute, getter, "args"), depth - 1)
     elif isinstance(value, types.FunctionType):
         for index, cell in enumerate(value.__closure__ or ()):
             try:
@@ -133,20 +153,31 @@ def _reachable(value: Any, name: str, getter: Getter, depth: int) -> Iterator[tu
             variable = value.__code__.co_freevars[index]
             yield from _reachable(content, variable, functools.partial(_cell, getter, index), depth - 1)
         for variable in value.__code__.co_names:
-            if isinstance(value.__globals__.get(variable), (Tensor, torch.nn.Module)):
-                yield variable, value.__globals__[variable], functools.partial(_global, getter, variable)
+            if variable in value.__globals__:
+                content = value.__globals__[variable]
+                if not isinstance(content, (types.ModuleType, type)):
+                    yield from _reachable(content, variable, functools.partial(_global, getter, variable), 1)
+    elif isinstance(value, (list, tuple)) and len(value) <= _MANY:
+        for index, item in enumerate(value):
+            yield from _reachable(item, f"{name}[{index}]", functools.partial(_item, getter, index), depth - 1)
+    elif isinstance(value, dict) and len(value) <= _MANY:
+        for key, item in value.items():
+            yield from _reachable(item, f"{name}[{key!r}]", functools.partial(_item, getter, key), depth - 1)
+    elif isinstance(vars_of := getattr(value, "__dict__", None), dict) and len(vars_of) <= _MANY:
+        for key, item in vars_of.items():
+            full = f"{name}.{key}" if name else key
+            yield from _reachable(item, full, functools.partial(_attribute, getter, key), depth - 1)
 
 
-def _bound_to(getter: Getter, function: Any) -> Any:
-    return getter(function).__self__
+_MANY = 64  # larger containers are not searched
 
 
-def _partial_function(getter: Getter, function: Any) -> Any:
-    return getter(function).func
+def _attribute(getter: Getter, name: str, function: Any) -> Any:
+    return getattr(getter(function), name)
 
 
-def _partial_argument(getter: Getter, index: int, function: Any) -> Any:
-    return getter(function).args[index]
+def _item(getter: Getter, key: Any, function: Any) -> Any:
+    return getter(function)[key]
 
 
 def _cell(getter: Getter, index: int, function: Any) -> Any:

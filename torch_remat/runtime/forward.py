@@ -138,6 +138,7 @@ class ForwardFrame(Frame):
         self.plans = []
         for record in self.tape.order:
             for output in record.outputs:
+                output.shell = False
                 if output.kind is OutputKind.PLACEHOLDER and output.data is not None:
                     reference, version = output.data
                     tensor = reference()
@@ -207,8 +208,7 @@ class ForwardFrame(Frame):
             output.data = shared
         else:
             output.data = call_pack(pair, tensor, SavedTensorKind.SAVE_OUTPUT, context)
-        if output.version is not None:
-            output.version = (output.version, None if output.cloned else version_probe(tensor))
+        output.version = (output.version, None if output.cloned else version_probe(tensor))
         output.unpack = pair.unpack
 
     def enter_checkpoint(self, hooks: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -306,8 +306,7 @@ class ForwardFrame(Frame):
                 continue
             tensor = output.data
             if position in step.keep or (isinstance(tensor, Tensor) and not can_stand_in(tensor)):
-                if position in step.unchecked:
-                    output.version = None
+                output.shell = position in step.shells
                 self.pack_output(output)
             elif isinstance(tensor, Tensor) and (output.unpack is None or isinstance(output.unpack, tuple)):
                 meta = meta_of(tensor)._replace(requires_grad=bool(output.meta))
@@ -389,7 +388,7 @@ def _leaves_of(args: Any, kwargs: Any) -> list[Any]:
 
 
 def _modified(output: Output) -> bool:
-    if output.version is None:
+    if output.shell:
         return False
     if isinstance(output.version, tuple):
         version, probe = output.version
@@ -427,7 +426,7 @@ def _merged(steps: list[Step]) -> Step:
         first.slots_before,
         frozenset().union(*[step.keep for step in steps]),
         frozenset().union(*[step.clone for step in steps]),
-        frozenset.intersection(*[step.unchecked for step in steps]),
+        frozenset.intersection(*[step.shells for step in steps]),
         frozenset.intersection(*[step.changed for step in steps]),
         frozenset.intersection(*[step.rebuild for step in steps]),
     )

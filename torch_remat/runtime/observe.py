@@ -14,6 +14,8 @@ Storages are identified by weak references, so observing keeps no memory alive b
 
 from __future__ import annotations
 
+import random
+import sys
 import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
@@ -38,7 +40,7 @@ _OP, _INPUT, _OUTPUT, _EXTERNAL, _STALE = range(5)
 class _Node(NamedTuple):
     kind: int
     reads: tuple[int, ...]
-    detail: Any  # _INPUT: leaf; _OUTPUT: (region index, leaf); _EXTERNAL: storage; _STALE: region name; _OP: label
+    detail: Any  # _INPUT: leaves; _OUTPUT: (region index, leaf); _EXTERNAL: storage; _STALE: region name; _OP: label
 
 
 class _Event(NamedTuple):
@@ -126,14 +128,19 @@ class Observer(TorchDispatchMode):
         self._makers: dict[tuple[str, int], int] = {}  # autograd node of an output -> graph node
         self._overwritten: dict[int, int] = {}  # a SAVE region modified another's output: node after -> node before
         self.random: str | None = None
+        self._host_random = _HostRandom()
 
     # --- What forward reports
 
     def inputs(self, leaves: list[Any]) -> None:
         """The checkpoint's argument leaves."""
         for index, leaf in enumerate(leaves):
-            if isinstance(leaf, Tensor):
-                self._own(leaf, self._add(_INPUT, (), index), overwrite=False)
+            if not isinstance(leaf, Tensor):
+                continue
+            sharing = {self._writer[key] for key in storage_keys(leaf) if key in self._writer}
+            for node in sharing:
+                self._nodes[node].detail.append(index)  # chunks of one tensor, say: read one, keep all, at no cost
+            self._own(leaf, self._add(_INPUT, (), [index]), overwrite=False)
 
     def saved(self, slot: weakref.ref[Slot], tensor: Tensor) -> None:
         """Recomputed code saves ``tensor`` in ``slot``."""
@@ -158,6 +165,7 @@ class Observer(TorchDispatchMode):
 
     def enter_region(self, region: Region) -> None:
         """A SAVE region starts."""
+        self._check_host_random()
         self._in_region = region
         self._region_writes = set()
         self._region_start = len(self._nodes)
@@ -167,6 +175,7 @@ class Observer(TorchDispatchMode):
     def leave_region(self, region: Region, leaves: list[Any], arguments: list[Any]) -> None:
         """A SAVE region returned ``leaves`` (or raised); classify what it made and what it modified."""
         self._in_region = None
+        self._host_random = _HostRandom()
         if self._spans and _sequence_nr is not None:
             self._spans[-1] = (self._spans[-1][0], _sequence_nr())
         index = len(self._tape.order) - 1
@@ -285,6 +294,20 @@ class Observer(TorchDispatchMode):
                 raise RandomStateError(random_message(self._tape.name, where, moved, guard.is_own(moved)))
         return result
 
+    def _check_host_random(self) -> None:
+        """Refuse what recomputed code draws from the generators of Python and numpy, which replay would draw anew."""
+        source = None if self._tape.hooks else self._host_random.moved()
+        if source is not None:
+            raise RandomStateError(
+                f"Recomputed code of checkpoint {display_name(self._tape.name)} draws random numbers from {source}, "
+                f"which replay would "
+                f"draw anew: the gradients would be wrong.\n"
+                f"To fix: draw before the checkpoint and pass the numbers in, put the draw in a region with "
+                f"recompute=False, or pass a "
+                f"state hook (recompute_state_hooks=...) whose snapshot() and restore() get and set the state of "
+                f"{source}."
+            )
+
     def _before_write(self, written: list[Tensor], name: str) -> None:
         """Copy persisted outputs that are about to be modified; remember writes to what the body did not make."""
         for tensor in written:
@@ -322,6 +345,7 @@ class Observer(TorchDispatchMode):
 
     def plan(self, function: Any, outputs: list[Any], early_stop: bool) -> Plan:
         """The plan for the path just observed. Raises ``ModifiedError`` for what no replay can reproduce."""
+        self._check_host_random()
         alive = [event for event in self._events if event.slot() is not None]
         last = max((event.position for event in alive), default=-1)
         saved = {event.storage for event in alive}
@@ -341,15 +365,16 @@ class Observer(TorchDispatchMode):
             if kind == _OUTPUT:
                 keep.setdefault(detail[0], set()).add(detail[1])
             elif kind == _INPUT:
-                inputs.add(detail)
+                inputs.update(detail)
         for region_index, position in self._declared if alive else ():
             keep.setdefault(region_index, set()).add(position)
-        unchecked = self._shells(needed, keep)
+        shells = self._shells(needed, keep)
         steps = tuple(
-            self._step(index, region, keep.get(index, set()), unchecked.get(index, set()), readers)
+            self._step(index, region, keep.get(index, set()), shells.get(index, set()), readers)
             for index, region in enumerate(self._tape.order)
         )
         wanted = {self._nodes[node].detail for node in needed if self._nodes[node].kind == _EXTERNAL}
+        wanted -= set(self._external_writes)  # a counter of the body's own changes with every call
         found = (
             externals.find(function, lambda tensor: any(key in wanted for key in storage_keys(tensor)))
             if wanted
@@ -392,7 +417,7 @@ class Observer(TorchDispatchMode):
                 shells.setdefault(region_index, set()).add(position)
         return shells
 
-    def _step(self, index: int, region: Region, keep: set[int], unchecked: set[int], readers: dict[int, str]) -> Step:
+    def _step(self, index: int, region: Region, keep: set[int], shells: set[int], readers: dict[int, str]) -> Step:
         shared = _with_siblings(region, keep)
         changed = dict(region.changed)
         named = {
@@ -405,10 +430,10 @@ class Observer(TorchDispatchMode):
             frozenset(shared),
             frozenset(
                 position
-                for position in shared - unchecked
+                for position in shared - shells
                 if (region.outputs[position] if position >= 0 else changed[-1 - position]).cloned
             ),
-            frozenset(unchecked),
+            frozenset(shells),
             frozenset(changed),
             frozenset(self._rebuild_arguments.get(index, ())),
             tuple((position, named[index, position]) for position in sorted(keep) if (index, position) in named),
@@ -482,6 +507,30 @@ class Observer(TorchDispatchMode):
                     f"tensor "
                     f"(recompute_state_hooks=...)."
                 )
+
+
+class _HostRandom:
+    """The states of the random generators of Python and, where it is in use, numpy."""
+
+    __slots__ = ("_numpy", "_python")
+
+    def __init__(self) -> None:
+        self._python = random.getstate()
+        self._numpy = self._numpy_state()
+
+    @staticmethod
+    def _numpy_state() -> Any:
+        module = sys.modules.get("numpy.random")
+        if module is None:
+            return None
+        name, keys, *rest = module.get_state()
+        return name, keys.tobytes(), *rest
+
+    def moved(self) -> str | None:
+        """The name of the one that has moved since."""
+        if random.getstate() != self._python:
+            return "Python's random module"
+        return None if self._numpy is None or self._numpy_state() == self._numpy else "numpy.random"
 
 
 def private_copy(tensor: Tensor) -> Tensor:

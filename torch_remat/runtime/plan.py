@@ -36,7 +36,7 @@ class Step:
     """
     clone: frozenset[int] = frozenset()
     """Those of ``keep`` that the body modifies in place later: persisted as a private copy."""
-    unchecked: frozenset[int] = frozenset()
+    shells: frozenset[int] = frozenset()
     """Those of ``keep`` that a later SAVE region overwrites before anything reads them: their versions do not matter.
     """
     changed: frozenset[int] = frozenset()
@@ -150,13 +150,17 @@ class BodyKey(NamedTuple):
 registry = Registry()
 
 
-_BUDGET = 256
+def _budget() -> list[int]:
+    """How many values, and how deep, a key looks."""
+    return [256, 12]
+
+
 _VALUES = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device, torch.Size, complex)
 
 
 def body_key(function: Any, leaves: list[Any], early_stop: bool) -> BodyKey:
     """The key of a call of ``function`` with these argument leaves."""
-    code, captured = _callable_key(function, [_BUDGET])
+    code, captured = _callable_key(function, _budget())
     return BodyKey(code, (captured, early_stop, tuple([_leaf_key(leaf) for leaf in leaves])))
 
 
@@ -168,7 +172,7 @@ def _leaf_key(leaf: Any) -> Any:
         return leaf
     if kind is int or kind is float:
         return kind  # a position or a step, say: new in every call
-    return _value_key(leaf.value if kind is Static else leaf, [_BUDGET])
+    return _value_key(leaf.value if kind is Static else leaf, _budget())
 
 
 def _callable_key(function: Any, budget: list[int]) -> tuple[Any, Any]:
@@ -201,6 +205,14 @@ def _cell_key(cell: Any, budget: list[int]) -> Any:
 
 def _value_key(value: Any, budget: list[int]) -> Any:
     budget[0] -= 1
+    budget[1] -= 1
+    try:
+        return _value_key_within(value, budget)
+    finally:
+        budget[1] += 1
+
+
+def _value_key_within(value: Any, budget: list[int]) -> Any:
     kind = type(value)
     if isinstance(value, Tensor):
         return Tensor, value.requires_grad
@@ -208,7 +220,7 @@ def _value_key(value: Any, budget: list[int]) -> Any:
         return kind, value
     if isinstance(value, torch.nn.Module):
         return _digest(value, _module_parts, budget), value.training
-    if budget[0] <= 0:
+    if budget[0] <= 0 or budget[1] <= 0:
         return kind
     if kind is types.FunctionType or kind is types.MethodType or isinstance(value, functools.partial):
         return _callable_key(value, budget)

@@ -98,8 +98,8 @@ class SaveOutputs:
             output.cloned = True
         else:
             output.data = tensor.detach()
-        if step is None or position not in step.unchecked:
-            output.version = version_of(output.data) if not output.cloned else version_of(tensor)
+        output.version = version_of(tensor if output.cloned else output.data)
+        output.shell = step is not None and position in step.shells
         if self._pair is not None:
             # type: ignore[assignment] - packed when a reader is known
             output.unpack = (self._pair, self._context, self._saves)

@@ -11,6 +11,7 @@ Rules:
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -151,6 +152,8 @@ class ReplayFrame(Frame):
         value = self.data(output, f"argument {index} for {display_name(self.tape.name, record.name)}")
         if type(argument) is not Tensor and is_placeholder(argument):
             return value  # nobody reads the argument under its old name, or the placeholder will say so
+        if _is_same_memory(argument, value):
+            return argument
         with torch.set_grad_enabled(value.requires_grad and not argument.requires_grad):
             argument.copy_(value)
         _restore_version(argument, output)
@@ -229,21 +232,23 @@ class ReplayFrame(Frame):
                 raise InvalidTypeError(
                     f"the unpack hook returned {type(tensor).__name__} for {what}, expected the tensor."
                 )
-            if output.version is not None:
-                version, probe = output.version
-                if probe is not None and version_of(probe) != version:
-                    raise modified(what, self.tape)
+            version, probe = output.version
+            if not output.shell and probe is not None and version_of(probe) != version:
+                raise modified(what, self.tape)
             tensor = tensor.detach()
+            _restore_version(tensor, output)
         elif output.cloned:
             tensor = private_copy(output.data)
+            _restore_version(tensor, output)
         else:
             tensor = output.data
-            if output.version is not None and version_of(tensor) != output.version:
+            if not output.shell and version_of(tensor) != output.version:
                 raise modified(what, self.tape)
             if tensor.is_leaf and tensor.requires_grad:
-                return tensor
+                # An alias, so that a hook which the body registers is not registered a second time. Parameters are
+                # told apart by identity too often.
+                return tensor.detach().requires_grad_() if type(tensor) is Tensor else tensor
             tensor = tensor.detach()
-        _restore_version(tensor, output)
         return as_result(tensor) if output.meta else tensor
 
     # --- Checkpoints inside this one
@@ -304,8 +309,15 @@ class ReplayFrame(Frame):
 def _restore_version(tensor: Tensor, output: Output) -> None:
     """Give a copy the version counter that the original had, so that versions compare between the passes."""
     version = output.version[0] if isinstance(output.version, tuple) else output.version
-    if _set_version is not None and version is not None and version >= 0 and version_of(tensor) not in (version, -1):
+    if _set_version is not None and version >= 0 and version_of(tensor) not in (version, -1):
         _set_version((tensor,), (version,))
+
+
+def _is_same_memory(a: Tensor, b: Tensor) -> bool:
+    try:
+        return a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride()
+    except RuntimeError:  # a subclass without one memory of its own
+        return False
 
 
 def _stand_in(meta: Meta, origin: Origin) -> Tensor:
@@ -330,7 +342,7 @@ def replay(tape: Tape, unfilled: int) -> None:
         if tape.generators is None:
             _run(frame, tape, args, kwargs)
         else:
-            with GeneratorWatch(guard):
+            with GeneratorWatch(guard, None if tape.hooks else functools.partial(_refuse_draw, tape)):
                 _run(frame, tape, args, kwargs)
     except placeholder.PlaceholderError:
         if tape.key is not None:
@@ -356,6 +368,11 @@ def replay(tape: Tape, unfilled: int) -> None:
 def _unmodified(tape: Tape) -> list[Any]:
     """The filled slots that replay itself has not modified since; what state hooks write from here on is theirs."""
     return [slot for slot in tape.living_slots() if slot.tensor is not None and version_of(slot.tensor) == slot.version]
+
+
+def _refuse_draw(tape: Tape, operation: str, generator: torch.Generator, own: bool) -> None:
+    where = f"{operation.removeprefix('aten.')} at {placeholder.user_line()}"
+    raise RandomStateError(random_message(tape.name, where, generator, own))
 
 
 def _put_back(guard: GeneratorGuard, tape: Tape) -> None:
@@ -388,12 +405,12 @@ def _identity(tensor: Tensor) -> Tensor:
 
 def _inputs(tape: Tape, frame: ReplayFrame) -> Any:
     """The arguments for replay: the same leaves and objects, fresh aliases of other tensors, in new containers."""
-    for name, tensor, version in tape.externals:
-        if tensor._version != version:
+    for name, tensor, version, owner in tape.externals:
+        if tensor._version != version or (owner is not None and owner() is not tensor):
             raise ModifiedError(
-                f"{name}, which the body of checkpoint {display_name(tape.name)} reads, was modified in place between "
-                f"forward and "
-                f"backward; a replay would compute with the new value.\n"
+                f"{name}, which the body of checkpoint {display_name(tape.name)} reads, was modified or replaced "
+                f"between "
+                f"forward and backward; a replay would compute with the new value.\n"
                 f"To fix: call backward before the optimizer step (or whatever changes {name})."
             )
     leaves: list[Any] = []

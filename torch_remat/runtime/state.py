@@ -156,11 +156,16 @@ def _same(a: Any, b: Any) -> bool:
 
 
 class GeneratorWatch(TorchDispatchMode):
-    """Guards generators that operations are given, from their first use in a replay on."""
+    """Watches the random operations of a replay whose path nobody has observed.
 
-    def __init__(self, guard: GeneratorGuard) -> None:
+    Generators that operations are given are guarded from their first use on. Without state hooks (``refuse``) the first
+    draw is reported through ``on_draw``, also one that a surrounding ``fork_rng`` would undo.
+    """
+
+    def __init__(self, guard: GeneratorGuard, on_draw: Callable[[str, torch.Generator, bool], None] | None) -> None:
         super().__init__()
         self._guard = guard
+        self._on_draw = on_draw
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -169,10 +174,17 @@ class GeneratorWatch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        for value in (*args, *kwargs.values()):
-            if isinstance(value, torch.Generator):
-                self._guard.add(value)
-        return func(*args, **kwargs)
+        given = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Generator)]
+        for generator in given:
+            self._guard.add(generator)
+        if self._on_draw is None or torch.Tag.nondeterministic_seeded not in getattr(func, "tags", ()):
+            return func(*args, **kwargs)
+        before = GeneratorGuard(given)
+        result = func(*args, **kwargs)
+        moved = before.moved()
+        if moved is not None:
+            self._on_draw(str(func), moved, before.is_own(moved))
+        return result
 
 
 class Ambient:

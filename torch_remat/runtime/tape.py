@@ -104,7 +104,7 @@ class OutputKind(enum.IntEnum):
 class Output:
     """One leaf of a SAVE region's output, or one input of the checkpoint."""
 
-    __slots__ = ("cloned", "data", "kind", "meta", "unpack", "version")
+    __slots__ = ("cloned", "data", "kind", "meta", "shell", "unpack", "version")
 
     def __init__(self, kind: OutputKind, data: Any = None, meta: Any = None) -> None:
         self.kind = kind
@@ -113,8 +113,9 @@ class Output:
         )
         self.meta = meta  # metadata for a placeholder; requires_grad for KEPT; geometry for ARGUMENT_VIEW
         self.unpack: Callable[[Any], Any] | None = None  # set where a hook packed the data
-        self.version: Any = None  # of the tensor; with a version probe where a hook packed the data; None: not checked
+        self.version: Any = None  # of the tensor; with a version probe where a hook packed the data
         self.cloned = False  # data is a private copy, because the body modifies the output in place
+        self.shell = False  # another SAVE region overwrites it before anybody reads it: its version does not matter
 
 
 class Region:
@@ -181,8 +182,8 @@ class Tape:
         self.inner_states: list[list[Any]] = []  # of the hooks of checkpoints inside this one, at their entries
         self.generators: list[torch.Generator] | None = None  # drawn from in recomputed code besides the default ones
         self.externals: list[
-            tuple[str, Tensor, int]
-        ] = []  # parameters and buffers that replay reads, with their versions
+            Any
+        ] = []  # parameters, buffers and captured tensors that replay reads, with their versions
         self.first_sequence_nr = 0  # autograd nodes of this body have at least this number
         self.key: Any = None  # under which the plans of this body are registered
         self.task: tuple[int, bool] = (
