@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import torch_remat as remat
@@ -76,7 +77,9 @@ def train(model: nn.Module, device: torch.device, steps: int) -> list[tuple[torc
     for _ in range(steps):
         output = model(torch.randn(BATCH, DIM, generator=generator).to(device))
         output.square().mean().backward()
-        gradients = [parameter.grad.to_local().clone() for parameter in model.parameters()]
+        shards = [parameter.grad for parameter in model.parameters()]
+        assert all(isinstance(shard, DTensor) for shard in shards)
+        gradients = [shard.to_local().clone() for shard in shards if isinstance(shard, DTensor)]
         results.append((output.detach().clone(), gradients))
         optimizer.step()
         optimizer.zero_grad()

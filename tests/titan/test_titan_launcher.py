@@ -129,7 +129,7 @@ def test_a_short_real_run_ends_with_equal_digits(tmp_path):
     assert len({(line[1], line[2]) for line in cells}) == 1
     kept = [[int(size.replace(",", "")) for size in line[4].split()] for line in cells]
     assert all(full_bytes < some < all_bytes for all_bytes, full_bytes, some in zip(*kept, strict=True))
-    # Seven hidden states of the given size, in float32 on the CPU and bfloat16 on GPUs: the arguments reached the trainer.
+    # Seven hidden states of the given size, in float32 or on GPUs bfloat16: the arguments reached the trainer.
     assert {size / (7 * 2 * 64 * 256) for size in kept[1]} in ({4}, {2})
     assert [line[5] for line in cells] == ["0 (6 blocks)", "6 (6 blocks)", "6 (6 blocks)"]
 
