@@ -238,7 +238,8 @@ def main() -> int:
     print("\n" + unit_table(medians, columns))
     reasons: dict[str, list[str]] = {}
     for (side, case), why in failed.items():
-        reasons.setdefault(why, []).append(f"{'torch_remat 0.2.2' if side == 'peer' else 'torch_remat'}, {case}")
+        name = case.split("|")[0]
+        reasons.setdefault(why, []).append(f"{'torch_remat 0.2.2' if side == 'peer' else 'torch_remat'}, {name}")
     for why, cases in reasons.items():
         print(f"\n{len(cases)} case(s) not timed, {cases[0]} first: {why}")
     return 1 if options.check and missed else 0
