@@ -20,7 +20,7 @@ from torch_remat.runtime.hooks import HookPair, SavedTensorKind, call_pack, nati
 from torch_remat.runtime.hooks import saved_tensors_hooks as saved_tensors_hooks_context
 from torch_remat.runtime.plan import body_key
 from torch_remat.runtime.state import Ambient, RecomputeStateHook
-from torch_remat.runtime.tape import Output, OutputKind, Tape, version_of, version_probe
+from torch_remat.runtime.tape import Output, OutputKind, Tape, stride_of, version_of, version_probe
 from torch_remat.runtime.tree import flatten, is_container
 
 __all__ = ["Checkpointed", "checkpoint"]
@@ -221,6 +221,7 @@ def _take_inputs(tape: Tape, args: tuple[Any, ...], kwargs: dict[str, Any], pair
         if pair is not None:
             output.data = call_pack(pair, leaf, SavedTensorKind.CHECKPOINT_INPUT, None)
             output.unpack = pair.unpack
+            output.stride = stride_of(leaf)
             output.version = (output.version, version_probe(leaf))
         tape.inputs.append(output)
     return leaves

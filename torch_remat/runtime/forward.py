@@ -24,6 +24,7 @@ from torch import Tensor
 from torch_remat.errors import ModifiedError, RandomStateError, display_name
 from torch_remat.runtime import events, externals
 from torch_remat.runtime.frame import Frame, current_frame, scopes
+from torch_remat.runtime.generators import random_message
 from torch_remat.runtime.hooks import (
     HookPair,
     SavedTensorKind,
@@ -35,12 +36,12 @@ from torch_remat.runtime.hooks import (
     push_hooks,
     top_hooks,
 )
-from torch_remat.runtime.observe import Observer, random_message, storage_keys
+from torch_remat.runtime.observe import Observer, storage_keys
 from torch_remat.runtime.placeholder import can_stand_in, meta_of
 from torch_remat.runtime.plan import Plan, Step, registry
 from torch_remat.runtime.region_outputs import SaveOutputs
 from torch_remat.runtime.region_saves import RegionSaves
-from torch_remat.runtime.tape import Kept, Output, OutputKind, Region, Slot, Tape, version_of, version_probe
+from torch_remat.runtime.tape import Kept, Output, OutputKind, Region, Slot, Tape, stride_of, version_of, version_probe
 from torch_remat.runtime.tree import flatten, is_container
 
 __all__ = ["ForwardFrame", "run_forward"]
@@ -83,6 +84,7 @@ class ForwardFrame(Frame):
         if tensor.is_leaf and tensor.requires_grad and id(tensor) not in self.input_ids:
             return Kept(tensor, "a parameter")
         slot = Slot((tensor.shape, tensor.dtype, tensor.device) if self.check else None, tensor._version)
+        slot.source = _reference(tensor)
         reference = _reference(slot)
         self.slots.append(reference)
         if self.observer is not None:
@@ -203,6 +205,7 @@ class ForwardFrame(Frame):
             return
         pair, context, saves = waiting
         tensor = output.data
+        output.stride = stride_of(tensor)
         shared = None if output.cloned or saves is None else saves.packed_twin(tensor)
         if shared is not None:
             output.data = shared
@@ -257,25 +260,36 @@ class ForwardFrame(Frame):
         if plan is not None:
             tape.to_end = tape.to_end or plan.to_end
             if plan.random is not None and not tape.hooks:
-                raise RandomStateError(random_message(tape.name, plan.random, torch.default_generator, False))
-            if plan.own_generators and tape.generators is None:
-                tape.generators = []
+                raise RandomStateError(random_message(tape.name, plan.random, torch.default_generator))
+            tape.watch_draws = plan.own_generators
             for position, leaf in plan.watched:
                 self._watch(position, outputs, leaf)
             if plan.externals:
                 tape.externals = externals.locate(tape.function, plan.externals)
         else:
             tape.to_end = True
-            tape.generators = []  # nobody has looked at this path: replay is watched
+            tape.watch_draws = True  # nobody has looked at this path
         tape.to_end = tape.to_end or not early_stop_allowed()
         for record in tape.order:
             for output in record.outputs:
                 if output.kind is OutputKind.PLACEHOLDER:
                     output.data = None
         self._keep_inputs(plan)
-        if any(True for _ in tape.living_slots()):
+        if self._settle_slots():
             self._check_versions()
         tape.complete = True
+
+    def _settle_slots(self) -> bool:
+        """Refuse what was modified after its save, as eager does. Returns whether a slot is alive."""
+        alive = False
+        for slot in self.tape.living_slots():
+            alive = True
+            if slot.source is not None:
+                tensor = slot.source()
+                if tensor is not None and tensor._version != slot.version:
+                    slot.spoil()
+                slot.source = None
+        return alive
 
     def _watch(self, position: int, outputs: list[Any], leaf: int) -> None:
         """An output of the checkpoint is itself saved: let its slot notice when the user modifies it."""

@@ -14,8 +14,6 @@ Storages are identified by weak references, so observing keeps no memory alive b
 
 from __future__ import annotations
 
-import random
-import sys
 import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
@@ -26,9 +24,9 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 
 from torch_remat.errors import ModifiedError, RandomStateError, display_name
 from torch_remat.runtime import externals
+from torch_remat.runtime.generators import HostRandom, covered, drawing, is_default, random_message
 from torch_remat.runtime.placeholder import METADATA_ONLY, inner_tensors, user_line
 from torch_remat.runtime.plan import Plan, Step
-from torch_remat.runtime.state import GeneratorGuard
 from torch_remat.runtime.tape import Output, OutputKind, Region, Slot, Tape
 
 __all__ = ["Observer", "WeakStorage", "storage_keys", "tensors_in"]
@@ -128,7 +126,8 @@ class Observer(TorchDispatchMode):
         self._makers: dict[tuple[str, int], int] = {}  # autograd node of an output -> graph node
         self._overwritten: dict[int, int] = {}  # a SAVE region modified another's output: node after -> node before
         self.random: str | None = None
-        self._host_random = _HostRandom()
+        self._own_generators = False
+        self._host_random = HostRandom()
 
     # --- What forward reports
 
@@ -175,7 +174,7 @@ class Observer(TorchDispatchMode):
     def leave_region(self, region: Region, leaves: list[Any], arguments: list[Any]) -> None:
         """A SAVE region returned ``leaves`` (or raised); classify what it made and what it modified."""
         self._in_region = None
-        self._host_random = _HostRandom()
+        self._host_random = HostRandom()
         if self._spans and _sequence_nr is not None:
             self._spans[-1] = (self._spans[-1][0], _sequence_nr())
         index = len(self._tape.order) - 1
@@ -246,7 +245,7 @@ class Observer(TorchDispatchMode):
             return func(*args, **kwargs)
         tags = getattr(func, "tags", ())
         if torch.Tag.nondeterministic_seeded in tags:
-            result = self._watch_random(func, args, kwargs)
+            result = self._draw(func, args, kwargs)
         else:
             result = func(*args, **kwargs)
         self._record(func, schema, tags, args, kwargs, written, result)
@@ -279,19 +278,14 @@ class Observer(TorchDispatchMode):
         ) and name not in METADATA_ONLY:
             self._roots.append(node)
 
-    def _watch_random(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        own = kwargs.get("generator")
-        own = next((value for value in args if isinstance(value, torch.Generator)), own)
-        guard = GeneratorGuard([own] if own is not None else None)
-        result = func(*args, **kwargs)
-        moved = guard.moved()
-        if moved is not None:
+    def _draw(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        result, generator = drawing(func, args, kwargs)
+        if generator is not None:
             where = f"{func._schema.name.removeprefix('aten::')} at {user_line()}"
             self.random = self.random or where
-            if guard.is_own(moved):
-                self._tape.generators = [*(self._tape.generators or ()), moved]
-            if not self._tape.hooks:
-                raise RandomStateError(random_message(self._tape.name, where, moved, guard.is_own(moved)))
+            self._own_generators = self._own_generators or not is_default(generator)
+            if covered(self._tape.hooks, generator) is False:
+                raise RandomStateError(random_message(self._tape.name, where, generator))
         return result
 
     def _check_host_random(self) -> None:
@@ -386,7 +380,7 @@ class Observer(TorchDispatchMode):
             frozenset(inputs),
             to_end,
             self.random,
-            self._tape.generators is not None,
+            self._own_generators,
             self._watched(outputs),
             found,
         )
@@ -509,30 +503,6 @@ class Observer(TorchDispatchMode):
                 )
 
 
-class _HostRandom:
-    """The states of the random generators of Python and, where it is in use, numpy."""
-
-    __slots__ = ("_numpy", "_python")
-
-    def __init__(self) -> None:
-        self._python = random.getstate()
-        self._numpy = self._numpy_state()
-
-    @staticmethod
-    def _numpy_state() -> Any:
-        module = sys.modules.get("numpy.random")
-        if module is None:
-            return None
-        name, keys, *rest = module.get_state()
-        return name, keys.tobytes(), *rest
-
-    def moved(self) -> str | None:
-        """The name of the one that has moved since."""
-        if random.getstate() != self._python:
-            return "Python's random module"
-        return None if self._numpy is None or self._numpy_state() == self._numpy else "numpy.random"
-
-
 def private_copy(tensor: Tensor) -> Tensor:
     """A copy with the geometry of ``tensor`` that shares nothing with it."""
     with torch.no_grad():
@@ -540,21 +510,6 @@ def private_copy(tensor: Tensor) -> Tensor:
             return tensor.detach().clone()
         copy = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
         return copy.copy_(tensor.detach())
-
-
-def random_message(checkpoint: str | None, where: str, generator: torch.Generator, own: bool) -> str:
-    """The text of every refusal of random numbers in recomputed code."""
-    device = str(generator.device)
-    hook = "remat.GeneratorHook(generator)" if own else f'remat.GeneratorHook("{device}")'
-    return (
-        f"Recomputed code of checkpoint {display_name(checkpoint)} draws random numbers ({where}), and no state hook "
-        f"restores the "
-        f"{'generator it was given' if own else f'generator of {device}'} for replay: the numbers would differ between "
-        f"forward and "
-        f"replay, and the gradients would be wrong.\n"
-        f"To fix: remat.checkpoint(..., recompute_state_hooks=({hook},)), or put the random operation in a region with "
-        f"recompute=False."
-    )
 
 
 def _written(schema: Any, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:

@@ -27,12 +27,13 @@ from torch_remat.errors import (
 )
 from torch_remat.runtime import placeholder
 from torch_remat.runtime.frame import Frame, current_frame, scopes
+from torch_remat.runtime.generators import DrawWatch, GeneratorGuard, covered, random_message
 from torch_remat.runtime.graft import as_result
 from torch_remat.runtime.hooks import pop_hooks, push_hooks
-from torch_remat.runtime.observe import private_copy, random_message
+from torch_remat.runtime.observe import private_copy
 from torch_remat.runtime.placeholder import Meta, Origin, is_placeholder
 from torch_remat.runtime.plan import registry
-from torch_remat.runtime.state import GeneratorGuard, GeneratorWatch, restored
+from torch_remat.runtime.state import restored
 from torch_remat.runtime.tape import Output, OutputKind, Region, Slot, Tape, version_of
 from torch_remat.runtime.tree import LEAF, flatten, unflatten
 
@@ -236,6 +237,10 @@ class ReplayFrame(Frame):
             if not output.shell and probe is not None and version_of(probe) != version:
                 raise modified(what, self.tape)
             tensor = tensor.detach()
+            if output.stride is not None and tensor.stride() != output.stride and tensor.layout is torch.strided:
+                tensor = torch.empty_strided(
+                    tensor.shape, output.stride, dtype=tensor.dtype, device=tensor.device
+                ).copy_(tensor)
             _restore_version(tensor, output)
         elif output.cloned:
             tensor = private_copy(output.data)
@@ -334,15 +339,15 @@ def replay(tape: Tape, unfilled: int) -> None:
     tape.replays += 1
     frame = ReplayFrame(tape, unfilled)
     args, kwargs = _inputs(tape, frame)
-    guard = GeneratorGuard(tape.generators)
+    guard = GeneratorGuard()
     outer = [hook.snapshot() for hook in tape.hooks]
     try:
         for hook, state in zip(tape.hooks, tape.states, strict=True):
             hook.restore(state)
-        if tape.generators is None:
+        if not tape.watch_draws:
             _run(frame, tape, args, kwargs)
         else:
-            with GeneratorWatch(guard, None if tape.hooks else functools.partial(_refuse_draw, tape)):
+            with DrawWatch(functools.partial(_check_draw, tape)):
                 _run(frame, tape, args, kwargs)
     except placeholder.PlaceholderError:
         if tape.key is not None:
@@ -362,7 +367,7 @@ def replay(tape: Tape, unfilled: int) -> None:
     moved = guard.moved()
     if moved is not None:
         guard.put_back()
-        raise RandomStateError(random_message(tape.name, "seen in replay", moved, guard.is_own(moved)))
+        raise RandomStateError(random_message(tape.name, "seen in replay", moved))
 
 
 def _unmodified(tape: Tape) -> list[Any]:
@@ -370,9 +375,9 @@ def _unmodified(tape: Tape) -> list[Any]:
     return [slot for slot in tape.living_slots() if slot.tensor is not None and version_of(slot.tensor) == slot.version]
 
 
-def _refuse_draw(tape: Tape, operation: str, generator: torch.Generator, own: bool) -> None:
-    where = f"{operation.removeprefix('aten.')} at {placeholder.user_line()}"
-    raise RandomStateError(random_message(tape.name, where, generator, own))
+def _check_draw(tape: Tape, operation: str, generator: torch.Generator) -> None:
+    if covered(tape.hooks, generator) is False:
+        raise RandomStateError(random_message(tape.name, f"{operation} at {placeholder.user_line()}", generator))
 
 
 def _put_back(guard: GeneratorGuard, tape: Tape) -> None:

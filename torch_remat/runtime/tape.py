@@ -24,7 +24,18 @@ from torch import Tensor
 
 from torch_remat.errors import InternalError
 
-__all__ = ["Kept", "Output", "OutputKind", "Packed", "Region", "Slot", "Tape", "version_of", "version_probe"]
+__all__ = [
+    "Kept",
+    "Output",
+    "OutputKind",
+    "Packed",
+    "Region",
+    "Slot",
+    "Tape",
+    "stride_of",
+    "version_of",
+    "version_probe",
+]
 
 
 def version_of(tensor: Tensor) -> int:
@@ -46,15 +57,20 @@ class Slot:
     and when backward asks.
     """
 
-    __slots__ = ("__weakref__", "expected", "probe", "tensor", "version")
+    __slots__ = ("__weakref__", "expected", "probe", "source", "tensor", "version")
 
     def __init__(self, expected: tuple[Any, ...] | None, version: int) -> None:
         self.tensor: Tensor | None = None
         self.version = version
         self.expected = expected
+        self.source: weakref.ref[Tensor] | None = None  # what was saved; only until forward has ended
         self.probe: Tensor | None = (
             None  # shares the version counter of an output that user code may modify after forward
         )
+
+    def spoil(self) -> None:
+        """The tensor was modified in place after the save: backward must refuse it."""
+        self.version = _STALE
 
     def fill(self, tensor: Tensor, version: int, trusted: bool) -> None:
         """Replay has made the tensor, at ``version``. Without ``trusted`` the versions of the passes do not compare."""
@@ -104,7 +120,7 @@ class OutputKind(enum.IntEnum):
 class Output:
     """One leaf of a SAVE region's output, or one input of the checkpoint."""
 
-    __slots__ = ("cloned", "data", "kind", "meta", "shell", "unpack", "version")
+    __slots__ = ("cloned", "data", "kind", "meta", "shell", "stride", "unpack", "version")
 
     def __init__(self, kind: OutputKind, data: Any = None, meta: Any = None) -> None:
         self.kind = kind
@@ -115,6 +131,7 @@ class Output:
         self.unpack: Callable[[Any], Any] | None = None  # set where a hook packed the data
         self.version: Any = None  # of the tensor; with a version probe where a hook packed the data
         self.cloned = False  # data is a private copy, because the body modifies the output in place
+        self.stride: tuple[int, ...] | None = None  # of a tensor that a hook packed: it may come back in another layout
         self.shell = False  # another SAVE region overwrites it before anybody reads it: its version does not matter
 
 
@@ -148,7 +165,6 @@ class Tape:
         "first_sequence_nr",
         "fits",
         "function",
-        "generators",
         "hooks",
         "inner_states",
         "inputs",
@@ -165,6 +181,7 @@ class Tape:
         "states",
         "task",
         "to_end",
+        "watch_draws",
     )
 
     def __init__(self, name: str | None, function: Callable[..., Any]) -> None:
@@ -180,7 +197,7 @@ class Tape:
         self.hooks: tuple[Any, ...] = ()  # state hooks
         self.states: list[Any] = []  # of the state hooks at entry
         self.inner_states: list[list[Any]] = []  # of the hooks of checkpoints inside this one, at their entries
-        self.generators: list[torch.Generator] | None = None  # drawn from in recomputed code besides the default ones
+        self.watch_draws = False  # replay must look at every random operation
         self.externals: list[
             Any
         ] = []  # parameters, buffers and captured tensors that replay reads, with their versions
@@ -233,6 +250,12 @@ class Tape:
                 if slot is not None and slot.tensor is None:
                     count += 1
         return count
+
+
+def stride_of(tensor: Tensor) -> tuple[int, ...] | None:
+    """The strides to restore when a plain tensor comes back from a hook."""
+    plain = type(tensor) is Tensor or type(tensor) is torch.nn.Parameter
+    return tensor.stride() if plain and tensor.layout is torch.strided else None
 
 
 def version_probe(tensor: Tensor) -> Tensor:
