@@ -31,7 +31,10 @@ def run_seed(seed: int, features: frozenset[str] | None) -> tuple[Program, list[
     """
     rng = random.Random(seed)
     program = write_program(rng, features=features)
+    rounds = 5 if program.switches else 2
     policies = [{name: rng.random() < 0.4 for name in program.regions} for _ in range(2)]
+    if program.switches:  # few policies, many ways through the body: what was learned goes stale
+        policies = [rng.choice(policies) for _ in range(rounds)]
     mode = rng.choice(MODES)
     try:
         return program, check_program(program, policies, mode=mode, seed=seed)
@@ -73,7 +76,7 @@ def main() -> int:
             outcomes[result.kind] += 1
             if result.kind == "refused":
                 tags = ",".join(sorted(program.features & {"inplace", "region_inplace"})) or "no in-place"
-                errors[f"{type(result.error).__name__} ({tags})"] += 1
+                errors[f"{type(result.error).__name__} in {result.failed_in} ({tags})"] += 1
     print(
         f"{done} bodies in {time.monotonic() - begin:.0f} s: {dict(outcomes)}, failed: {len(failures)} {failures[:20]}"
     )

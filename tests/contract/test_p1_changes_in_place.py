@@ -292,7 +292,9 @@ class TestP1ChangedInTheBody:
         "rec_changes_save_output", "rec_in_place_chain", "save_in_place_chain", "in_place_relu_after_linear",
         "residual_in_place", "slice_assignment", "slice_assignment_in_region", "saved_twice_and_changed_between",
         "region_saves_then_bare_changes_then_region_saves",
-        "no_grad_write_to_save_output",
+        "no_grad_write_to_save_output", "save_changes_its_argument_and_returns_it",
+        "save_changes_its_argument_and_returns_another", "save_changes_argument_of_save_output",
+        "write_into_argument", "write_view_of_argument",
     )  # fmt: skip
 
     def test_p1_every_case_is_named(self) -> None:

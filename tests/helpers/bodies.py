@@ -16,7 +16,18 @@ import torch.nn.functional as F
 import torch.utils.checkpoint
 
 import torch_remat as remat
-from helpers.body_ops import BINARY, INPLACE, UNARY, VIEWS, Value, pick_shape_op
+from helpers.body_ops import (
+    BINARY,
+    COMPLEX,
+    FROM_COMPLEX,
+    FUNCTIONS,
+    INPLACE,
+    TO_COMPLEX,
+    UNARY,
+    VIEWS,
+    Value,
+    pick_shape_op,
+)
 from helpers.compare import Run, assert_same_run, grad_weight, run_once
 from helpers.hooks import generator_hooks
 from helpers.trees import tensors_of
@@ -24,7 +35,7 @@ from torch_remat.errors import RematError
 
 FEATURES = (
     "inplace", "region_inplace", "random", "escape", "nested", "integers", "containers", "no_grad", "control_flow",
-    "closures", "pass_through", "scopes", "weights",
+    "closures", "pass_through", "scopes", "weights", "complex", "functions", "raises", "grad_hooks",
 )  # fmt: skip
 
 
@@ -36,6 +47,8 @@ class Program:
     regions: list[str]
     features: frozenset[str]
     inputs: int
+    switches: list[str]
+    """Names in ``M`` that change the body between calls."""
 
 
 @dataclass
@@ -53,6 +66,7 @@ class _Writer:
         self.rng, self.features, self.size = rng, features, size
         self.lines: list[str] = []
         self.regions: list[str] = []
+        self.switches: list[str] = []
         self.count = 0
         self.depth = 0
 
@@ -100,6 +114,11 @@ class _Writer:
             ("no_grad", 0.8, self._no_grad),
             ("control_flow", 0.8, self._control_flow),
             ("weights", 2.0, self._weights),
+            ("morph", 3.0, self._morph),
+            ("complex", 2.5, self._complex),
+            ("functions", 1.5, self._custom),
+            ("raises", 0.8 if level < 2 else 0.0, self._raises),
+            ("grad_hooks", 0.7, self._grad_hook),
         ):
             if feature in self.features:
                 choices.append((weight, method))
@@ -193,6 +212,71 @@ class _Writer:
         self.emit(f"    {made.name} = {self.rng.choice(UNARY).format(a=value.name)}")
         scope.values.append(made)
 
+    def _complex(self, scope: _Scope, level: int) -> None:
+        """Complex numbers, conjugate and negative views, through operations and regions, back to real ones."""
+        value = self.pick(scope)
+        name = self.assign(scope, self.rng.choice(TO_COMPLEX).format(a=value.name), value.shape, "complex").name
+        for _ in range(self.rng.randint(0, 3)):
+            text = self.rng.choice(COMPLEX)
+            if self.rng.random() < 0.5:
+                region = self.name("region")
+                self.regions.append(region)
+                function = f"lambda u: {text.format(a='u')}"
+                text = f"remat.region({function}, '{region}', recompute=P['{region}'])({name})"
+            name = self.assign(scope, text.format(a=name), value.shape, "complex").name
+        self.assign(scope, self.rng.choice(FROM_COMPLEX).format(a=name), value.shape)
+
+    def _custom(self, scope: _Scope, level: int) -> None:
+        value = self.pick(scope)
+        self.assign(scope, self.rng.choice(FUNCTIONS).format(a=value.name), value.shape)
+
+    def _raises(self, scope: _Scope, level: int) -> None:
+        """A region that does some work and fails; the body goes on with something else."""
+        value, made, region = self.pick(scope), self.name("v"), self.name("region")
+        self.regions.append(region)
+        function = self.name("f")
+        self.emit(f"def {function}(u):")
+        self.emit(f"    w = {self.rng.choice(UNARY).format(a='u')}")
+        self.emit("    raise ValueError('planted', w.shape)")
+        self.emit("try:")
+        self.emit(f"    {made} = remat.region({function}, '{region}', recompute=P['{region}'])({value.name})")
+        self.emit("except ValueError:")
+        self.emit(f"    {made} = {self.rng.choice(UNARY).format(a=value.name)}")
+        scope.values.append(Value(made, value.shape, "float"))
+
+    def _grad_hook(self, scope: _Scope, level: int) -> None:
+        value = self.pick(scope).name
+        # Inputs and what aliases them belong to the caller: there, a body has to guard its side effects.
+        self.emit(f"if {value}.requires_grad and not remat.is_recomputing():")
+        self.emit(f"    {value}.register_hook(lambda g: g * 0.75)")
+
+    def _morph(self, scope: _Scope, level: int) -> None:
+        """Code that a switch changes between calls: another operand, another operation, one operation more."""
+        switch = f"M['{self.name('m')}']"
+        self.switches.append(switch[3:-2])
+        value = self.pick(scope)
+        others = [other for other in self.floats(scope) if other.shape == value.shape]
+        other = self.rng.choice(others)
+        form = self.rng.randrange(4 if "inplace" not in self.features else 5)
+        first, second = self.rng.choice(UNARY), self.rng.choice(UNARY)
+        if form == 0:
+            text = f"{first} if {switch} else {first.replace('{a}', '{b}')}"
+            self.assign(scope, text.format(a=value.name, b=other.name), value.shape)
+        elif form == 1:
+            self.assign(scope, f"{first} if {switch} else {second}".format(a=value.name), value.shape)
+        elif form == 2:
+            region = self.name("region")
+            self.regions.append(region)
+            function = f"(lambda u: {first}) if {switch} else (lambda u: {second})".format(a="u")
+            self.assign(
+                scope, f"remat.region({function}, '{region}', recompute=P['{region}'])({value.name})", value.shape
+            )
+        elif form == 3:
+            self.assign(scope, f"{value.name} * 1.5 if {switch} else {value.name}", value.shape)
+        else:
+            self.emit(f"if {switch}:")
+            self.emit("    " + self.rng.choice(INPLACE).format(a=value.name, b=other.name))
+
     # ---------------------------------------------------------------------------------------------------- regions
 
     def _function(self, scope: _Scope, level: int) -> tuple[str, list[Value], list[tuple[str, Value]]]:
@@ -238,7 +322,7 @@ class _Writer:
         result = self.name("r")
         self.emit(f"{result} = {callee}({', '.join(arg.name for arg in args)})")
         for path, value in outputs:
-            self.assign(scope, f"{result}{path}", value.shape)
+            self.assign(scope, f"{result}{path}", value.shape, value.kind)
 
     def _region(self, scope: _Scope, level: int) -> None:
         region = self.name("region")
@@ -274,7 +358,7 @@ class _Writer:
         results = [own[-1]] + [self.rng.choice(own) for _ in range(self.rng.choice([0, 0, 1, 2]))]
         text, _ = self._container(results)
         self.emit(f"return {text}")
-        return Program("\n".join(self.lines) + "\n", self.regions, self.features, inputs)
+        return Program("\n".join(self.lines) + "\n", self.regions, self.features, inputs, self.switches)
 
 
 def write_program(rng: random.Random, *, features: frozenset[str] | None = None, size: int | None = None) -> Program:
@@ -287,11 +371,46 @@ def write_program(rng: random.Random, *, features: frozenset[str] | None = None,
 # ------------------------------------------------------------------------------------------------------------ running
 
 
+class Saves(torch.autograd.Function):
+    """Sine that saves its input, its output and an internal tensor, and reads the saved ones twice."""
+
+    @staticmethod
+    def forward(ctx: Any, t: torch.Tensor) -> torch.Tensor:
+        """Sine."""
+        output = t.sin()
+        ctx.save_for_backward(t, output, t.cos())
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        """Cosine times the gradient, with nothing of the output added."""
+        t, output, _ = ctx.saved_tensors
+        _, _, cos = ctx.saved_tensors
+        return grad * (cos + 0 * output + t.cos()) / 2
+
+
+class Many(torch.autograd.Function):
+    """Two outputs, one of them not differentiable in part; saves nothing but a flag and its second output."""
+
+    @staticmethod
+    def forward(ctx: Any, t: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Double and exponential."""
+        second = torch.exp(-t.abs())
+        ctx.save_for_backward(second, t.sign())
+        return t * 2, second
+
+    @staticmethod
+    def backward(ctx: Any, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        """Chain rule."""
+        value, sign = ctx.saved_tensors
+        return first * 2 - second * value * sign
+
+
 def backward_modes(escaped: list[torch.Tensor]) -> dict[str, Callable[[Any, list[torch.Tensor]], Any]]:
     """Ways to run backward over outputs and escaped intermediates."""
 
     def roots(outputs: Any) -> list[torch.Tensor]:
-        found = [t for t in [*tensors_of(outputs), *escaped] if t.requires_grad and t.is_floating_point()]
+        found = [t for t in [*tensors_of(outputs), *escaped] if t.requires_grad]
         unique = list({id(t): t for t in found}.values())
         return unique
 
@@ -333,12 +452,15 @@ class Outcome:
 
     kind: str
     error: BaseException | None = None
+    failed_in: str | None = None
 
 
 def check_program(
     program: Program, policies: list[dict[str, bool]], *, mode: str = "together", calls: int = 2, seed: int = 0
 ) -> list[Outcome]:
     """Run ``program`` under each policy, with and without a checkpoint; one outcome for each checkpointed call.
+
+    Before each policy the switches of the program are set anew: the same code takes another way.
 
     Raises:
         AssertionError: the bits differ, or eager refuses what the checkpoint accepts, or the error is not one of ours.
@@ -352,10 +474,16 @@ def check_program(
     inputs = [values(4, 6) for _ in range(program.inputs)]
     if seed % 4 == 3:
         inputs[-1].requires_grad_(False)
+    spread: Callable[..., Any] = lambda function: function
+    if seed % 5 == 4 and program.inputs == 2:  # both inputs are views of one tensor, and may overlap
+        inputs, start = [values(8, 6)], seed % 3
+        spread = lambda function: lambda base: function(base[start : start + 4], (base * 1)[4:] if start else base[4:])
     escaped: list[torch.Tensor] = []
     policy: dict[str, bool] = {}
+    switches: dict[str, bool] = {}
     namespace: dict[str, Any] = {
-        "torch": torch, "F": F, "remat": remat, "W": weights, "P": policy, "escaped": escaped,
+        "torch": torch, "F": F, "remat": remat, "W": weights, "P": policy, "M": switches, "escaped": escaped,
+        "Saves": Saves, "Many": Many,
     }  # fmt: skip
 
     def plain_nested(name: str) -> Callable[..., Any]:
@@ -366,17 +494,20 @@ def check_program(
 
     exec(compile(program.source, f"<random body {hash(program.source)}>", "exec"), namespace)
     body = namespace["body"]
-    options = {"recompute_state_hooks": generator_hooks()} if "random" in program.features else {}
+    options: dict[str, Any] = {"recompute_state_hooks": generator_hooks()} if "random" in program.features else {}
+    if seed % 7 == 6:
+        options["saved_tensors_hooks"] = (lambda t: (t.clone(), "payload"), lambda packed: packed[0])
     backward = backward_modes(escaped)[mode]
     outcomes: list[Outcome] = []
     for chosen in policies:
         policy.update(chosen)
+        switches.update({name: bool(torch.rand((), generator=generator) < 0.5) for name in program.switches})
         call = remat.checkpoint(region_name="random", **options)(body)
         namespace["nested"] = plain_nested
-        expected = _run(body, inputs, weights, backward, escaped)
+        expected = _run(spread(body), inputs, weights, backward, escaped)
         namespace["nested"] = checkpointed_nested
         for index in range(calls):
-            actual = _run(call, inputs, weights, backward, escaped)
+            actual = _run(spread(call), inputs, weights, backward, escaped)
             outcomes.append(_judge(expected, actual, f"call {index}, policy {chosen}, mode {mode}"))
     return outcomes
 
@@ -404,4 +535,4 @@ def _judge(expected: Run, actual: Run, where: str) -> Outcome:
         return Outcome("equal")
     assert isinstance(actual.error, RematError), f"{where}: not an error of ours: {actual.error!r}"
     assert "internal error" not in str(actual.error), f"{where}: {actual.error}"
-    return Outcome("refused", actual.error)
+    return Outcome("refused", actual.error, actual.failed_in)

@@ -39,6 +39,22 @@ INPLACE: Sequence[str] = (
 )  # fmt: skip
 
 
+TO_COMPLEX: Sequence[str] = ("torch.complex({a}, {a} * 0.5)", "torch.complex({a}, {a}.sin()).conj()", "({a} * 1j)")
+
+COMPLEX: Sequence[str] = (
+    "{a}.conj()", "({a} * {a} * 0.2)", "torch.tanh({a} * 0.3)", "({a} * {a}.conj())", "({a} + 1j)", "{a}.clone()",
+    "torch.sin({a} * 0.2)", "{a}.conj().flip(0) if {a}.dim() else {a}",
+    "torch.view_as_complex(torch.view_as_real({a}.resolve_conj()) * 2)",
+)  # fmt: skip
+
+FROM_COMPLEX: Sequence[str] = (
+    "{a}.real", "{a}.imag", "{a}.conj().imag", "torch.view_as_real({a}.resolve_conj()).sum(-1)",
+    "torch.view_as_real({a}.conj().resolve_conj())[..., 1]", "({a} * {a}.conj()).real",
+)  # fmt: skip
+
+FUNCTIONS: Sequence[str] = ("Saves.apply({a})", "Saves.apply({a}) * {a}", "Many.apply({a})[0]", "Many.apply({a})[1]")
+
+
 def _transposed(shape: Shape) -> Shape | None:
     return (shape[1], shape[0]) if len(shape) == 2 else None
 
