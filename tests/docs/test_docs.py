@@ -52,6 +52,15 @@ def test_readme_links_every_page():
         assert f"(docs/{page.name})" in text, page.name
 
 
+def test_readme_overhead_table_is_that_of_the_benchmarks():
+    """Each case with its ratio stands in the page on the benchmarks as well."""
+    readme = (PROJECT / "README.md").read_text(encoding="utf-8")
+    rows = _rows(readme.partition("<!-- overhead-table -->")[2].partition("<!-- /overhead-table -->")[0])
+    measured = {(row[0], row[2]) for row in _rows((PROJECT / "docs" / "benchmarks.md").read_text(encoding="utf-8"))}
+    assert len(rows) > 5
+    assert {(row[0], row[1]) for row in rows[1:]} <= measured
+
+
 def test_readme_quick_start_is_short_and_declares_nothing():
     first = snippets_of(PROJECT / "README.md")[0]
     assert len(first.code.splitlines()) <= 15
@@ -106,6 +115,12 @@ def test_a_wrong_output_block_is_noticed(tmp_path: Path, monkeypatch: pytest.Mon
 
 def _without_blocks(text: str) -> str:
     return re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
+
+
+def _rows(text: str) -> list[list[str]]:
+    """The cells of the lines of tables, but for the line under a heading."""
+    lines = [line.strip("|").split("|") for line in text.splitlines() if line.startswith("|") and "--" not in line]
+    return [[cell.strip() for cell in line] + [""] * 3 for line in lines]
 
 
 def _anchors(page: Path) -> set[str]:
