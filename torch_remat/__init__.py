@@ -3,6 +3,7 @@
 from torch_remat.checkpoint import checkpoint
 from torch_remat.diagnostics.trace import collect_trace, trace_scope
 from torch_remat.region import name_scope, recompute_needs_tensor, region, save_for_backward
+from torch_remat.runtime.dynamo import keep_dynamo_out
 from torch_remat.runtime.frame import is_recomputing
 from torch_remat.runtime.generators import GeneratorHook
 from torch_remat.runtime.hooks import SavedTensorInfo, SavedTensorKind, current_saved_tensor_info, saved_tensors_hooks
@@ -10,6 +11,8 @@ from torch_remat.runtime.placeholder import is_placeholder
 from torch_remat.runtime.state import RecomputeStateHook
 
 __version__ = "0.3.0"
+
+keep_dynamo_out(__name__)
 
 __all__ = [
     "GeneratorHook",

@@ -14,6 +14,7 @@ from torch.autograd import forward_ad
 
 from torch_remat.errors import InvalidTypeError, InvalidValueError, UnsupportedError
 from torch_remat.runtime.backward import Trigger, unpacker
+from torch_remat.runtime.dynamo import eager_only
 from torch_remat.runtime.forward import ForwardFrame, early_stop_allowed, run_forward
 from torch_remat.runtime.frame import current_frame, scopes
 from torch_remat.runtime.hooks import HookPair, SavedTensorKind, call_pack, native_pair, top_hooks
@@ -155,11 +156,8 @@ class Checkpointed(Generic[P, R]):
         return f"<checkpoint {self._options.name or ''} of {self.__wrapped__!r}>"
 
 
+@eager_only("torch_remat.checkpoint is not supported under torch.compile yet. To fix: compile what it wraps.")
 def _call(options: _Options, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if torch.compiler.is_dynamo_compiling():
-        raise UnsupportedError(
-            "checkpoint is not supported under torch.compile in this version. To fix: compile what it wraps."
-        )
     outer = current_frame.get()
     if outer is not None:
         return _joined(outer, options, function, args, kwargs)

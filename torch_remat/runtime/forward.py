@@ -23,8 +23,10 @@ from torch import Tensor
 
 from torch_remat.errors import ModifiedError, RandomStateError, display_name
 from torch_remat.runtime import events, externals
+from torch_remat.runtime.dynamo import eager_only
 from torch_remat.runtime.frame import Frame, current_frame, scopes
 from torch_remat.runtime.generators import random_message
+from torch_remat.runtime.host_reads import HostReads
 from torch_remat.runtime.hooks import (
     HookPair,
     SavedTensorKind,
@@ -93,6 +95,7 @@ class ForwardFrame(Frame):
 
     # --- Regions
 
+    @eager_only("torch_remat.region in a checkpoint is not supported under torch.compile yet.")
     def call_region(self, function: Any, name: str, recompute: bool, args: Any, kwargs: Any) -> Any:
         """Run one region call and record it."""
         tape = self.tape
@@ -372,7 +375,7 @@ def run_forward(frame: ForwardFrame, function: Any, args: Any, kwargs: Any) -> A
         try:
             if frame.observer is None:
                 return function(*args, **kwargs)
-            with frame.observer:
+            with HostReads(frame.observer.host_read), frame.observer:
                 return function(*args, **kwargs)
         finally:
             pop_hooks()

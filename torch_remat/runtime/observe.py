@@ -232,6 +232,12 @@ class Observer(TorchDispatchMode):
                 found = True
         return found
 
+    def host_read(self, tensor: Tensor, method: str) -> None:
+        """Recomputed code reads the data of ``tensor`` without the dispatcher."""
+        if self._in_region is None:
+            reads = tuple({self._source(key): None for key in storage_keys(tensor)})
+            self._roots.append(self._add(_OP, reads, f"{method}() at {user_line()}"))
+
     # --- The dispatch mode
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

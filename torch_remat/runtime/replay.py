@@ -26,6 +26,7 @@ from torch_remat.errors import (
     display_name,
 )
 from torch_remat.runtime import placeholder
+from torch_remat.runtime.dynamo import eager_only
 from torch_remat.runtime.frame import Frame, current_frame, scopes
 from torch_remat.runtime.generators import DrawWatch, GeneratorGuard, covered, random_message
 from torch_remat.runtime.graft import as_result
@@ -95,6 +96,7 @@ class ReplayFrame(Frame):
 
     # --- Regions (rule 2)
 
+    @eager_only("torch_remat.region in a checkpoint is not supported under torch.compile yet.")
     def call_region(self, function: Any, name: str, recompute: bool, args: Any, kwargs: Any) -> Any:
         """Run or skip one region call."""
         tape = self.tape

@@ -1,0 +1,61 @@
+"""Keeps Dynamo out of this library's own code, so that a graph breaks where a checkpoint or region begins and nowhere in it.
+
+User code inside is compiled as usual. Torch marks functions for this with an attribute (``torch.compiler.disable`` sets it) and code
+objects with a call into its frame evaluator; both are used here without importing ``torch._dynamo``, which takes seconds.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import types
+from collections.abc import Iterator
+from typing import Any, TypeVar
+
+__all__ = ["eager_only", "keep_dynamo_out"]
+
+F = TypeVar("F")
+
+
+def eager_only(reason: str) -> Any:
+    """Decorator: Dynamo does not look inside; the graph breaks, and with ``fullgraph=True`` the error says ``reason``."""
+
+    def mark(function: F) -> F:
+        function._torchdynamo_disable = True  # type: ignore[attr-defined]
+        function._torchdynamo_disable_msg = reason  # type: ignore[attr-defined]
+        return function
+
+    return mark
+
+
+def keep_dynamo_out(package: str) -> None:
+    """Run every function of the loaded modules of ``package`` as it is. Without effect where torch has no such switch."""
+    try:
+        evaluator = importlib.import_module("torch._C._dynamo.eval_frame")
+        skip_this_frame = evaluator._FrameExecStrategy(evaluator._FrameAction.SKIP, evaluator._FrameAction.DEFAULT)
+        set_strategy = evaluator.set_code_exec_strategy
+    except (ImportError, AttributeError, TypeError):
+        return
+    for name, module in tuple(sys.modules.items()):
+        if name == package or name.startswith(package + "."):
+            for code in _codes(module, name):
+                set_strategy(code, skip_this_frame)
+
+
+def _codes(holder: Any, module: str) -> Iterator[types.CodeType]:
+    for value in tuple(vars(holder).values()):
+        if isinstance(value, (staticmethod, classmethod)):
+            value = value.__func__
+        if isinstance(value, property):
+            value = value.fget
+        if isinstance(value, types.FunctionType) and value.__module__ == module:
+            yield from _nested(value.__code__)
+        elif isinstance(value, type) and value.__module__ == module:
+            yield from _codes(value, module)
+
+
+def _nested(code: types.CodeType) -> Iterator[types.CodeType]:
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _nested(constant)

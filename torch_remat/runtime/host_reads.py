@@ -1,0 +1,42 @@
+"""Reads of tensor data that bypass torch's dispatcher, seen in the observed call: ``tolist()``, ``numpy()`` and the like.
+
+They are calls of built-in methods, which Python reports to a profile function. A torch function mode would see them as well, and
+would make every compiled function in the body compile once more. Where another profiler is active, nothing is seen, and such a read
+of a SAVE output meets the error of the placeholder in replay.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+__all__ = ["HostReads"]
+
+_READS = frozenset(("tolist", "numpy", "data_ptr", "untyped_storage", "__array__", "__dlpack__", "share_memory_"))
+
+
+class HostReads:
+    """Context manager: ``on_read(tensor, method)`` for every such read in this thread."""
+
+    def __init__(self, on_read: Callable[[Tensor, str], None]) -> None:
+        self._on_read = on_read
+        self._active = False
+
+    def __enter__(self) -> None:
+        self._active = sys.getprofile() is None
+        if self._active:
+            sys.setprofile(self._profile)
+
+    def __exit__(self, *exc_info: object) -> None:
+        if self._active:
+            sys.setprofile(None)
+
+    def _profile(self, frame: Any, event: str, arg: Any) -> None:
+        if event == "c_call" and arg.__name__ in _READS:
+            tensor = getattr(arg, "__self__", None)
+            # What this library and torch's own Python code look at is no read of the body's.
+            if isinstance(tensor, Tensor) and "torch" not in frame.f_globals.get("__name__", "").partition(".")[0]:
+                self._on_read(tensor, arg.__name__)
