@@ -98,7 +98,9 @@ def _resident(payload: Any) -> Tensor:
     if type(payload) is Packed:
         if version_of(payload.probe) != payload.version:
             raise _modified(payload.label)
-        return call_unpack(HookPair(_no_pack, payload.unpack), payload.payload, payload.label)
+        return call_unpack(
+            HookPair(_no_pack, payload.unpack), payload.payload, f"a saved tensor of region {payload.label[1]}"
+        )
     raise InternalError(f"unknown payload {type(payload).__name__}")
 
 
@@ -106,9 +108,13 @@ def _no_pack(tensor: Tensor) -> Any:
     raise InternalError("pack of an unpack-only pair")
 
 
-def _modified(label: str) -> ModifiedError:
+def _modified(label: tuple[str | None, str | None, int]) -> ModifiedError:
+    checkpoint, region, index = label
+    what = f"Saved tensor saved.{index} for {display_name(checkpoint, region)}"
+    if region is None:
+        what = f"A parameter that checkpoint {display_name(checkpoint)} reads"
     return ModifiedError(
-        f"{label} was modified in-place after it was saved for backward.\n"
+        f"{what} was modified in-place after it was saved for backward.\n"
         f"To fix: do not modify it between its use and backward, or use a .clone()."
     )
 

@@ -1,7 +1,8 @@
-"""Keeps Dynamo out of this library's own code, so that a graph breaks where a checkpoint or region begins and nowhere in it.
+"""Keeps Dynamo out of this library's own code.
 
-User code inside is compiled as usual. Torch marks functions for this with an attribute (``torch.compiler.disable`` sets it) and code
-objects with a call into its frame evaluator; both are used here without importing ``torch._dynamo``, which takes seconds.
+A graph breaks where a checkpoint or region begins and nowhere inside; user code within is compiled as usual. Torch
+marks functions for this with an attribute (``torch.compiler.disable`` sets it) and code objects with a call into its
+frame evaluator; both are used here without importing ``torch._dynamo``, which takes seconds.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ F = TypeVar("F")
 
 
 def eager_only(reason: str) -> Any:
-    """Decorator: Dynamo does not look inside; the graph breaks, and with ``fullgraph=True`` the error says ``reason``."""
+    """Decorator: Dynamo breaks the graph here; with ``fullgraph=True`` its error says ``reason``."""
 
     def mark(function: F) -> F:
         function._torchdynamo_disable = True  # type: ignore[attr-defined]
@@ -29,7 +30,7 @@ def eager_only(reason: str) -> Any:
 
 
 def keep_dynamo_out(package: str) -> None:
-    """Run every function of the loaded modules of ``package`` as it is. Without effect where torch has no such switch."""
+    """Run the functions of the loaded modules of ``package`` as they are, where torch has a switch for that."""
     try:
         evaluator = importlib.import_module("torch._C._dynamo.eval_frame")
         skip_this_frame = evaluator._FrameExecStrategy(evaluator._FrameAction.SKIP, evaluator._FrameAction.DEFAULT)

@@ -26,7 +26,6 @@ from torch_remat.runtime import events, externals
 from torch_remat.runtime.dynamo import eager_only
 from torch_remat.runtime.frame import Frame, current_frame, scopes
 from torch_remat.runtime.generators import random_message
-from torch_remat.runtime.host_reads import HostReads
 from torch_remat.runtime.hooks import (
     HookPair,
     SavedTensorKind,
@@ -38,12 +37,24 @@ from torch_remat.runtime.hooks import (
     push_hooks,
     top_hooks,
 )
+from torch_remat.runtime.host_reads import HostReads
 from torch_remat.runtime.observe import Observer, storage_keys
 from torch_remat.runtime.placeholder import can_stand_in, meta_of
 from torch_remat.runtime.plan import Plan, Step, registry
 from torch_remat.runtime.region_outputs import SaveOutputs
 from torch_remat.runtime.region_saves import RegionSaves
-from torch_remat.runtime.tape import Kept, Output, OutputKind, Region, Slot, Tape, stride_of, version_of, version_probe
+from torch_remat.runtime.tape import (
+    Kept,
+    Output,
+    OutputKind,
+    Region,
+    Slot,
+    Tape,
+    WeakStorage,
+    stride_of,
+    version_of,
+    version_probe,
+)
 from torch_remat.runtime.tree import flatten, is_container
 
 __all__ = ["ForwardFrame", "run_forward"]
@@ -78,17 +89,25 @@ class ForwardFrame(Frame):
             self.observer.inputs(leaves)
         else:
             self.plans = self.known.plans
+        self.metadata = self.plans[0].metadata if self.plans else ()
 
     # --- Saves of recomputed code (rule 1)
 
     def pack(self, tensor: Tensor) -> Any:
         """Pack hook of recomputed code. The hottest function here: one call for each save."""
         if tensor.is_leaf and tensor.requires_grad and id(tensor) not in self.input_ids:
-            return Kept(tensor, "a parameter")
-        slot = Slot((tensor.shape, tensor.dtype, tensor.device) if self.check else None, tensor._version)
-        slot.source = _reference(tensor)
+            return Kept(tensor, (self.tape.name, None, 0))
+        slots = self.slots
+        expected = None
+        if self.check:
+            expected = (tensor.shape, tensor.dtype, tensor.device)
+            known = self.metadata
+            # An equal tuple of the plan's instead of a new one: less for the garbage collector to look at.
+            if len(slots) < len(known) and known[len(slots)] == expected:
+                expected = known[len(slots)]
+        slot = Slot(expected, tensor._version)
         reference = _reference(slot)
-        self.slots.append(reference)
+        slots.append(reference)
         if self.observer is not None:
             self.observer.saved(reference, tensor)
         return slot
@@ -278,21 +297,9 @@ class ForwardFrame(Frame):
                 if output.kind is OutputKind.PLACEHOLDER:
                     output.data = None
         self._keep_inputs(plan)
-        if self._settle_slots():
+        if any(True for _ in tape.living_slots()):
             self._check_versions()
         tape.complete = True
-
-    def _settle_slots(self) -> bool:
-        """Refuse what was modified after its save, as eager does. Returns whether a slot is alive."""
-        alive = False
-        for slot in self.tape.living_slots():
-            alive = True
-            if slot.source is not None:
-                tensor = slot.source()
-                if tensor is not None and tensor._version != slot.version:
-                    slot.spoil()
-                slot.source = None
-        return alive
 
     def _watch(self, position: int, outputs: list[Any], leaf: int) -> None:
         """An output of the checkpoint is itself saved: let its slot notice when the user modifies it."""
@@ -327,6 +334,8 @@ class ForwardFrame(Frame):
                 self.pack_output(output)
             elif isinstance(tensor, Tensor) and (output.unpack is None or isinstance(output.unpack, tuple)):
                 meta = meta_of(tensor)._replace(requires_grad=bool(output.meta))
+                if position in step.free and type(tensor) is Tensor:
+                    output.free = WeakStorage(tensor.untyped_storage())
                 output.kind, output.data, output.meta, output.unpack = OutputKind.PLACEHOLDER, None, meta, None
         for _, output in record.changed:
             self.pack_output(output)
@@ -445,5 +454,6 @@ def _merged(steps: list[Step]) -> Step:
         frozenset().union(*[step.clone for step in steps]),
         frozenset.intersection(*[step.shells for step in steps]),
         frozenset.intersection(*[step.changed for step in steps]),
+        frozenset.intersection(*[step.free for step in steps]),
         frozenset.intersection(*[step.rebuild for step in steps]),
     )

@@ -129,20 +129,27 @@ class GeneratorGuard:
 def _same(a: Any, b: Any) -> bool:
     if isinstance(a, tuple):
         return a == b
-    # Bytes, not torch.equal: no dispatch mode that is active may see or change the comparison.
+    if not torch._C._len_torch_dispatch_stack():
+        return torch.equal(a, b)
+    # Bytes: no dispatch mode that is active may see or change the comparison.
     return a.nbytes == b.nbytes and ctypes.string_at(a.data_ptr(), a.nbytes) == ctypes.string_at(b.data_ptr(), b.nbytes)
 
 
 def is_default(generator: torch.Generator) -> bool:
     """Whether ``generator`` is a device's default one."""
-    if generator is torch.default_generator:
+    if _is_same(generator, torch.default_generator):
         return True
-    return torch.cuda.is_initialized() and any(generator is one for one in torch.cuda.default_generators)
+    return torch.cuda.is_initialized() and any(_is_same(generator, one) for one in torch.cuda.default_generators)
+
+
+def _is_same(a: torch.Generator, b: torch.Generator) -> bool:
+    """Whether two Python objects are one generator; the dispatcher hands out a new object each time."""
+    return a is b or (a.device == b.device and getattr(a, "_cdata", a) == getattr(b, "_cdata", b))
 
 
 def covered(hooks: tuple[Any, ...], generator: torch.Generator) -> bool | None:
     """Whether one of the state hooks restores ``generator``; None where only hooks of the user's own could."""
-    if any(generator is one for hook in hooks if isinstance(hook, GeneratorHook) for one in hook.generators()):
+    if any(_is_same(generator, one) for hook in hooks if isinstance(hook, GeneratorHook) for one in hook.generators()):
         return True
     return False if all(isinstance(hook, GeneratorHook) for hook in hooks) else None
 

@@ -1,8 +1,9 @@
-"""Reads of tensor data that bypass torch's dispatcher, seen in the observed call: ``tolist()``, ``numpy()`` and the like.
+"""Reads of tensor data that bypass torch's dispatcher, seen in the observed call.
 
-They are calls of built-in methods, which Python reports to a profile function. A torch function mode would see them as well, and
-would make every compiled function in the body compile once more. Where another profiler is active, nothing is seen, and such a read
-of a SAVE output meets the error of the placeholder in replay.
+``tolist()``, ``numpy()`` and the like are calls of built-in methods, which Python reports to a profile function. A
+torch function mode would see them as well, and would make every compiled function in the body compile once more.
+Where another profiler is active nothing is seen, and such a read of a SAVE output meets the placeholder's error in
+replay.
 """
 
 from __future__ import annotations

@@ -27,9 +27,9 @@ from torch_remat.runtime import externals
 from torch_remat.runtime.generators import HostRandom, covered, drawing, is_default, random_message
 from torch_remat.runtime.placeholder import METADATA_ONLY, inner_tensors, user_line
 from torch_remat.runtime.plan import Plan, Step
-from torch_remat.runtime.tape import Output, OutputKind, Region, Slot, Tape
+from torch_remat.runtime.tape import Output, OutputKind, Region, Slot, Tape, WeakStorage
 
-__all__ = ["Observer", "WeakStorage", "storage_keys", "tensors_in"]
+__all__ = ["Observer", "laid_out", "private_copy", "storage_keys", "tensors_in"]
 
 _sequence_nr = getattr(torch._C._autograd, "_get_sequence_nr", None)
 _OP, _INPUT, _OUTPUT, _EXTERNAL, _STALE = range(5)
@@ -82,18 +82,6 @@ def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
             yield from tensors_in(value.values())
 
 
-class WeakStorage:
-    """Keeps a storage's identity from being reused, not its memory."""
-
-    __slots__ = ("_reference",)
-
-    def __init__(self, storage: Any) -> None:
-        self._reference = storage._weak_ref()
-
-    def __del__(self) -> None:
-        torch.UntypedStorage._free_weak_ref(self._reference)
-
-
 class Observer(TorchDispatchMode):
     """Active during the first forward of a body; see the top of this file."""
 
@@ -123,6 +111,7 @@ class Observer(TorchDispatchMode):
         self._spans: list[tuple[int, int]] = []  # autograd sequence numbers of SAVE regions
         self._declared: set[tuple[int, int]] = set()
         self._rebuild_arguments: dict[int, set[int]] = {}
+        self._kept: dict[int, set[int]] = {}  # region -> storages that its own saves keep
         self._makers: dict[tuple[str, int], int] = {}  # autograd node of an output -> graph node
         self._overwritten: dict[int, int] = {}  # a SAVE region modified another's output: node after -> node before
         self.random: str | None = None
@@ -154,6 +143,10 @@ class Observer(TorchDispatchMode):
         self._rebuild_arguments.setdefault(region_index, set()).add(argument)
         for key in storage_keys(tensor):
             self._events.append(_Event(slot, self._writer.get(key), self._region_start, key))
+
+    def kept(self, region_index: int, tensor: Tensor) -> None:
+        """The SAVE region keeps ``tensor`` for its backward."""
+        self._kept.setdefault(region_index, set()).update(storage_keys(tensor))
 
     def is_recomputed(self, tensor: Tensor) -> bool:
         """Whether recomputed code of this body made ``tensor``."""
@@ -187,6 +180,8 @@ class Observer(TorchDispatchMode):
                     self._overwritten[node] = before
                 elif before is None or self._nodes[before].kind != _INPUT:
                     self._declared.add((index, -1 - argument))
+                if any(event.storage == key and event.slot() is not None for event in self._events):
+                    self._declared.add((index, -1 - argument))  # replay must notice, as eager does
                 self._own(arguments[argument], node, overwrite=True)
                 self._writes.append((node, key))
                 self._origins.setdefault(key, []).append(output)
@@ -386,6 +381,7 @@ class Observer(TorchDispatchMode):
             frozenset(inputs),
             to_end,
             self.random,
+            tuple(None if (slot := reference()) is None else slot.expected for reference in self._tape.slots),
             self._own_generators,
             self._watched(outputs),
             found,
@@ -435,9 +431,20 @@ class Observer(TorchDispatchMode):
             ),
             frozenset(shells),
             frozenset(changed),
+            frozenset(self._free(index, region, shared)),
             frozenset(self._rebuild_arguments.get(index, ())),
             tuple((position, named[index, position]) for position in sorted(keep) if (index, position) in named),
         )
+
+    def _free(self, index: int, region: Region, keep: set[int]) -> set[int]:
+        """Outputs in memory that the region's own saves keep."""
+        saved = self._kept.get(index, set())
+        return {
+            position
+            for position, output in enumerate(region.outputs)
+            if output.kind is OutputKind.KEPT and position not in keep and not output.cloned
+            if (keys := _data_keys(output)) and saved.issuperset(keys)
+        }
 
     def _slice(self, starts: list[int], readers: dict[int, str]) -> set[int]:
         needed: set[int] = set()
@@ -514,8 +521,17 @@ def private_copy(tensor: Tensor) -> Tensor:
     with torch.no_grad():
         if is_traceable_wrapper_subclass(tensor) or tensor.layout is not torch.strided:
             return tensor.detach().clone()
-        copy = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
-        return copy.copy_(tensor.detach())
+        return laid_out(tensor.detach(), tensor.stride())
+
+
+def laid_out(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
+    """A copy of ``tensor`` with these strides. A stride of 0 is an expanded dimension; it is copied once."""
+    source = tensor
+    for dimension, step in enumerate(stride):
+        if step == 0 and tensor.shape[dimension] > 1:
+            source = source.narrow(dimension, 0, 1)
+    copy = torch.empty_strided(source.shape, stride, dtype=tensor.dtype, device=tensor.device).copy_(source)
+    return copy if source is tensor else copy.as_strided(tensor.shape, stride)
 
 
 def _written(schema: Any, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:

@@ -41,6 +41,11 @@ class Step:
     """
     changed: frozenset[int] = frozenset()
     """Leaves of the arguments that the region modifies in place."""
+    free: frozenset[int] = frozenset()
+    """Leaves of the output that nobody reads and that lie in memory which the region's own saves keep.
+
+    Replay gets the real tensor while that lives, which costs nothing and spares a placeholder.
+    """
     rebuild: frozenset[int] = frozenset()
     """Leaves of the arguments that the region saves and that replay can make: dropped and rebuilt."""
     readers: tuple[tuple[int, str], ...] = ()
@@ -59,6 +64,8 @@ class Plan:
     """Replay must run to its end: the tail modifies a tensor that was saved before."""
     random: str | None = None
     """The first random operation of recomputed code, for the error when a call brings no state hook."""
+    metadata: tuple[Any, ...] = ()
+    """Shape, dtype and device of each recomputed save, None where nobody owned it."""
     own_generators: bool = False
     """Recomputed code draws from generators other than the default ones: replay is watched."""
     watched: tuple[tuple[int, int], ...] = ()

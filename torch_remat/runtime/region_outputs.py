@@ -24,7 +24,7 @@ from torch_remat.runtime.observe import private_copy
 from torch_remat.runtime.placeholder import can_stand_in, meta_of
 from torch_remat.runtime.plan import Step
 from torch_remat.runtime.region_saves import RegionSaves
-from torch_remat.runtime.tape import Output, OutputKind, Region, version_of
+from torch_remat.runtime.tape import Output, OutputKind, Region, WeakStorage, version_of
 from torch_remat.runtime.tree import LEAF, flatten, is_container
 
 if TYPE_CHECKING:
@@ -88,7 +88,10 @@ class SaveOutputs:
         step = self._step
         if step is None or position in step.keep or not can_stand_in(leaf):
             return self._kept(leaf, position)
-        return Output(OutputKind.PLACEHOLDER, (weakref.ref(leaf), version_of(leaf)), meta_of(leaf))
+        output = Output(OutputKind.PLACEHOLDER, (weakref.ref(leaf), version_of(leaf)), meta_of(leaf))
+        if position in step.free and type(leaf) is Tensor:
+            output.free = WeakStorage(leaf.untyped_storage())
+        return output
 
     def _kept(self, tensor: Tensor, position: int) -> Output:
         output = Output(OutputKind.KEPT, None, tensor.requires_grad)

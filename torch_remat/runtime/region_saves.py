@@ -18,11 +18,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from torch_remat.errors import display_name
 from torch_remat.runtime.hooks import HookPair, SavedTensorKind, call_pack
-from torch_remat.runtime.observe import WeakStorage
 from torch_remat.runtime.plan import Step
-from torch_remat.runtime.tape import Kept, Packed, Region, Slot, version_of, version_probe
+from torch_remat.runtime.tape import Kept, Packed, Region, Slot, WeakStorage, version_of, version_probe
 
 if TYPE_CHECKING:
     from torch_remat.runtime.forward import ForwardFrame
@@ -44,12 +42,14 @@ class RegionSaves:
         leaves: list[Any],
         versions: list[int],
     ) -> None:
-        self._frame = frame
-        self._record = record
+        self._frame: Any = frame  # these two until the region returns: see close()
+        self._record: Any = record
         self._pair = pair
         self._observer = frame.observer
         self._index = len(frame.tape.order) - 1
         self._saved = 0
+        self._checkpoint = frame.tape.name
+        self._record_name = record.name
         self._packed: list[
             tuple[Any, Any, WeakStorage]
         ] = []  # geometry on its storage, payload, the storage's identity
@@ -58,6 +58,7 @@ class RegionSaves:
             for index, leaf in enumerate(leaves)
             if isinstance(leaf, Tensor) and self._replay_makes(index, leaf, step)
         ]
+        self._by_id = {id(target[1]): target for target in self._targets}
 
     def _replay_makes(self, index: int, leaf: Tensor, step: Step | None) -> bool:
         if self._pair is not None and id(leaf) in self._frame.input_ids:
@@ -68,27 +69,39 @@ class RegionSaves:
 
     def pack(self, tensor: Tensor) -> Any:
         """Apply the rules to one saved tensor."""
-        for index, argument, version in self._targets:
-            geometry = _inside(tensor, argument)
-            if geometry is not None and version_of(tensor) == version:
-                return self._slot(index, argument, tensor, geometry)
-        label = f"saved.{self._saved}"
+        target = self._by_id.get(id(tensor))
+        if target is not None and tensor._version == target[2]:
+            return self._slot(target[0], target[1], tensor, ())
+        base = tensor._base
+        if base is None:
+            base = tensor
+        is_weight = base.is_leaf and base.requires_grad
+        if not is_weight or self._pair is not None:
+            for index, argument, version in self._targets:
+                geometry = _inside(tensor, argument)
+                if geometry is not None and version_of(tensor) == version:
+                    return self._slot(index, argument, tensor, geometry)
+        label = (self._checkpoint, self._record_name, self._saved)
         self._saved += 1
-        base = tensor if tensor._base is None else tensor._base
-        if base.is_leaf and base.requires_grad:
+        if is_weight:
             return Kept(tensor if tensor is base else tensor.detach(), label)
         if self._pair is None:
-            return Kept(tensor.detach(), self._label(label))
+            if self._observer is not None:
+                self._observer.kept(self._index, tensor)
+            return Kept(tensor.detach() if tensor.requires_grad else tensor, label)
         detached = tensor.detach()
         payload = call_pack(self._pair, detached, SavedTensorKind.BACKWARD, self._pair.capture())
         if type(tensor) in _PLAIN:
             self._packed.append((_geometry(detached), payload, WeakStorage(detached.untyped_storage())))
-        return Packed(payload, self._pair.unpack, version_probe(tensor), self._label(label))
+        return Packed(payload, self._pair.unpack, version_probe(tensor), label)
 
     def close(self) -> None:
         """The region has returned. Autograd keeps the pack hook beside what it packed: let it hold no tensor."""
         self._targets = []
+        self._by_id = {}
         self._observer = None
+        self._frame = None
+        self._record = None
 
     def forget(self) -> None:
         """No output of the region can be packed any more."""
@@ -109,9 +122,6 @@ class RegionSaves:
         if self._observer is not None and id(argument) not in self._frame.input_ids:
             self._observer.rebuild(reference, self._index, index, argument)
         return slot
-
-    def _label(self, label: str) -> str:
-        return f"Saved tensor {label} for {display_name(self._frame.tape.name, self._record.name)}"
 
 
 def _geometry(tensor: Tensor) -> Any:

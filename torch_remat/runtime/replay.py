@@ -31,7 +31,7 @@ from torch_remat.runtime.frame import Frame, current_frame, scopes
 from torch_remat.runtime.generators import DrawWatch, GeneratorGuard, covered, random_message
 from torch_remat.runtime.graft import as_result
 from torch_remat.runtime.hooks import pop_hooks, push_hooks
-from torch_remat.runtime.observe import private_copy
+from torch_remat.runtime.observe import laid_out, private_copy
 from torch_remat.runtime.placeholder import Meta, Origin, is_placeholder
 from torch_remat.runtime.plan import registry
 from torch_remat.runtime.state import restored
@@ -60,7 +60,7 @@ class ReplayFrame(Frame):
         self._trusted = (
             _set_version is not None and not tape.hooks
         )  # copies count from 0; a state hook may write to what it restores
-        self.input_ids: set[int] = set()
+        self.leaves: dict[int, Tensor] = {}  # handed out: leaves here, for speed, that need not be leaves in forward
         self._inner = 0
         self._undo: list[
             tuple[Any, Any]
@@ -70,7 +70,7 @@ class ReplayFrame(Frame):
 
     def pack(self, tensor: Tensor) -> Any:
         """Pack hook of recomputed code in replay."""
-        if tensor.requires_grad and tensor.is_leaf and id(tensor) not in self.input_ids:
+        if tensor.requires_grad and tensor.is_leaf and id(tensor) not in self.leaves:
             return tensor
         position = self._position
         self._position = position + 1
@@ -204,6 +204,9 @@ class ReplayFrame(Frame):
     def _serve(self, record: Region, position: int, output: Output, arguments: list[Any], leaves: list[Any]) -> Any:
         kind = output.kind
         if kind is OutputKind.PLACEHOLDER:
+            storage = None if output.free is None else output.free.revive()
+            if storage is not None:
+                return self._alive(storage, output.meta)
             name = display_name(self.tape.name)
             what = f"output {_label(record, position)} of region {display_name(self.tape.name, record.name)}"
             return _stand_in(output.meta, Origin(name, what))
@@ -227,6 +230,13 @@ class ReplayFrame(Frame):
 
     # --- What is handed to the body
 
+    def _alive(self, storage: Any, meta: Meta) -> Tensor:
+        """The real tensor of an output that nobody was seen to read; its memory is there anyway."""
+        tensor = torch.empty(0, dtype=meta.dtype, device=meta.device)
+        with torch.no_grad():
+            tensor.set_(storage, meta.offset, meta.size, meta.stride)
+        return as_result(tensor) if meta.requires_grad else tensor
+
     def data(self, output: Output, what: str) -> Tensor:
         """The tensor of a persisted output or input, checked against later modification."""
         if output.unpack is not None:
@@ -240,9 +250,7 @@ class ReplayFrame(Frame):
                 raise modified(what, self.tape)
             tensor = tensor.detach()
             if output.stride is not None and tensor.stride() != output.stride and tensor.layout is torch.strided:
-                tensor = torch.empty_strided(
-                    tensor.shape, output.stride, dtype=tensor.dtype, device=tensor.device
-                ).copy_(tensor)
+                tensor = laid_out(tensor, output.stride)
             _restore_version(tensor, output)
         elif output.cloned:
             tensor = private_copy(output.data)
@@ -256,7 +264,13 @@ class ReplayFrame(Frame):
                 # told apart by identity too often.
                 return tensor.detach().requires_grad_() if type(tensor) is Tensor else tensor
             tensor = tensor.detach()
-        return as_result(tensor) if output.meta else tensor
+        if not output.meta:
+            return tensor
+        if output.cloned or output.shell or not self.tape.fits:
+            return as_result(tensor)  # the body modifies it in place, or nobody knows whether it does
+        tensor.requires_grad_()
+        self.leaves[id(tensor)] = tensor
+        return tensor
 
     # --- Checkpoints inside this one
 
@@ -431,7 +445,7 @@ def _inputs(tape: Tape, frame: ReplayFrame) -> Any:
             leaves.append(leaves[output.data])
         else:
             leaves.append(frame.data(output, f"input {index}"))
-    frame.input_ids = {id(leaf) for leaf in leaves if isinstance(leaf, Tensor)}
+    frame.leaves.update((id(leaf), leaf) for leaf in leaves if isinstance(leaf, Tensor))
     return unflatten(tape.spec, leaves)
 
 

@@ -49,6 +49,18 @@ class Ambient:
         if torch._C._len_torch_function_stack():
             self.modes = _get_current_function_mode_stack()
 
+    def is_plain(self) -> bool:
+        """No autocast and no modes."""
+        return self.autocast is None and not self.modes
+
+
+def _is_plain_now(default_dtype: torch.dtype) -> bool:
+    return (
+        not torch._C._len_torch_function_stack()
+        and torch.get_default_dtype() == default_dtype
+        and not any(map(torch.is_autocast_enabled, _autocast_devices()))
+    )
+
 
 def _autocast() -> list[tuple[str, bool, torch.dtype]]:
     return [
@@ -77,10 +89,12 @@ class restored:  # noqa: N801 - used like a function
 
     def __enter__(self) -> None:
         then = self._then
-        now = Ambient()
         undo = self._undo
         undo.append(functools.partial(torch.set_grad_enabled, torch.is_grad_enabled()))
         torch.set_grad_enabled(True)
+        if then.is_plain() and _is_plain_now(then.default_dtype):
+            return
+        now = Ambient()
         if then.autocast is not None or now.autocast is not None:
             undo.append(functools.partial(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled()))
             undo.append(functools.partial(_set_autocast, _autocast()))

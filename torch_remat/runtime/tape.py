@@ -32,6 +32,7 @@ __all__ = [
     "Region",
     "Slot",
     "Tape",
+    "WeakStorage",
     "stride_of",
     "version_of",
     "version_probe",
@@ -57,20 +58,15 @@ class Slot:
     and when backward asks.
     """
 
-    __slots__ = ("__weakref__", "expected", "probe", "source", "tensor", "version")
+    __slots__ = ("__weakref__", "expected", "probe", "tensor", "version")
 
     def __init__(self, expected: tuple[Any, ...] | None, version: int) -> None:
         self.tensor: Tensor | None = None
         self.version = version
         self.expected = expected
-        self.source: weakref.ref[Tensor] | None = None  # what was saved; only until forward has ended
         self.probe: Tensor | None = (
             None  # shares the version counter of an output that user code may modify after forward
         )
-
-    def spoil(self) -> None:
-        """The tensor was modified in place after the save: backward must refuse it."""
-        self.version = _STALE
 
     def fill(self, tensor: Tensor, version: int, trusted: bool) -> None:
         """Replay has made the tensor, at ``version``. Without ``trusted`` the versions of the passes do not compare."""
@@ -84,10 +80,10 @@ class Kept:
 
     __slots__ = ("label", "tensor", "version")
 
-    def __init__(self, tensor: Tensor, label: str) -> None:
+    def __init__(self, tensor: Tensor, label: tuple[str | None, str | None, int]) -> None:
         self.tensor = tensor
         self.version = version_of(tensor)
-        self.label = label
+        self.label = label  # checkpoint, region, which save of the region
 
 
 class Packed:
@@ -98,12 +94,28 @@ class Packed:
 
     __slots__ = ("label", "payload", "probe", "unpack", "version")
 
-    def __init__(self, payload: Any, unpack: Callable[[Any], Any], probe: Tensor, label: str) -> None:
+    def __init__(self, payload: Any, unpack: Callable[[Any], Any], probe: Tensor, label: Any) -> None:
         self.payload = payload
         self.unpack = unpack
         self.probe = probe
         self.version = version_of(probe)
         self.label = label
+
+
+class WeakStorage:
+    """Keeps a storage's identity from being reused, not its memory."""
+
+    __slots__ = ("_reference",)
+
+    def __init__(self, storage: Any) -> None:
+        self._reference = storage._weak_ref()
+
+    def revive(self) -> Any:
+        """The storage, if something else keeps it alive; else None."""
+        return torch.UntypedStorage._new_with_weak_ptr(self._reference)
+
+    def __del__(self) -> None:
+        torch.UntypedStorage._free_weak_ref(self._reference)
 
 
 class OutputKind(enum.IntEnum):
@@ -120,7 +132,7 @@ class OutputKind(enum.IntEnum):
 class Output:
     """One leaf of a SAVE region's output, or one input of the checkpoint."""
 
-    __slots__ = ("cloned", "data", "kind", "meta", "shell", "stride", "unpack", "version")
+    __slots__ = ("cloned", "data", "free", "kind", "meta", "shell", "stride", "unpack", "version")
 
     def __init__(self, kind: OutputKind, data: Any = None, meta: Any = None) -> None:
         self.kind = kind
@@ -132,6 +144,7 @@ class Output:
         self.version: Any = None  # of the tensor; with a version probe where a hook packed the data
         self.cloned = False  # data is a private copy, because the body modifies the output in place
         self.stride: tuple[int, ...] | None = None  # of a tensor that a hook packed: it may come back in another layout
+        self.free: WeakStorage | None = None  # of a placeholder: real data is there while the region's own save lives
         self.shell = False  # another SAVE region overwrites it before anybody reads it: its version does not matter
 
 
