@@ -208,7 +208,8 @@ class ForwardFrame(Frame):
         outputs = SaveOutputs(self, record, step, pair, saves)
         for index, leaf in enumerate(arguments):
             if versions[index] >= 0 and leaf._version != versions[index]:
-                outputs.add_changed(index, leaf)
+                if not any(arguments[other] is leaf for other, _ in record.changed):
+                    outputs.add_changed(index, leaf)
         leaves = outputs.add_result(result, arguments)
         if observer is not None:
             observer.leave_region(record, leaves, arguments)

@@ -125,7 +125,9 @@ class RegionSaves:
 
 
 def _geometry(tensor: Tensor) -> Any:
-    return tensor.untyped_storage()._cdata, tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype
+    """What two tensors with the same memory, layout and contents have in common."""
+    where = (tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor._version)
+    return where, tensor.shape, tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg()
 
 
 def _inside(tensor: Tensor, argument: Tensor) -> Any:
