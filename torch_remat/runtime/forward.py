@@ -207,9 +207,9 @@ class ForwardFrame(Frame):
             record.exit_states = [(hook, hook.snapshot()) for hook in self.hooks]
         outputs = SaveOutputs(self, record, step, pair, saves)
         for index, leaf in enumerate(arguments):
-            if versions[index] >= 0 and leaf._version != versions[index]:
-                if not any(arguments[other] is leaf for other, _ in record.changed):
-                    outputs.add_changed(index, leaf)
+            changed = versions[index] >= 0 and leaf._version != versions[index]
+            if changed and not any(arguments[other] is leaf for other, _ in record.changed):
+                outputs.add_changed(index, leaf)
         leaves = outputs.add_result(result, arguments)
         if observer is not None:
             observer.leave_region(record, leaves, arguments)

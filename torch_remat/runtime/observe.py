@@ -186,25 +186,24 @@ class Observer(TorchDispatchMode):
                 self._writes.append((node, key))
                 self._origins.setdefault(key, []).append(output)
                 unclaimed.discard(key)
-        for position, leaf in enumerate(leaves):
-            if isinstance(leaf, Tensor):
-                self._region_output(region, index, position, leaf, unclaimed)
-        for key in unclaimed:
+        for key in unclaimed:  # modified, and not as an argument: a captured tensor
             if any(event.storage == key and event.slot() is not None for event in self._events):
                 raise ModifiedError(
-                    f"Region {display_name(self._tape.name, region.name)} (recompute=False) modifies in place a tensor "
-                    f"that recomputed "
-                    f"code has saved for its backward; replay skips the region and would not see the change.\n"
+                    f"Region {display_name(self._tape.name, region.name)} (recompute=False) has modified in place a "
+                    f"tensor that recomputed code saved for its backward; replay skips the region and would not see "
+                    f"it.\n"
                     f"To fix: work on a .clone() inside the region."
                 )
             if self._nodes[self._writer[key]].kind != _EXTERNAL:
                 self._writer[key] = self._add(_STALE, (self._writer[key],), region.name)
+        for position, leaf in enumerate(leaves):
+            if isinstance(leaf, Tensor):
+                self._region_output(region, index, position, leaf)
 
-    def _region_output(self, region: Region, index: int, position: int, leaf: Tensor, unclaimed: set[int]) -> None:
+    def _region_output(self, region: Region, index: int, position: int, leaf: Tensor) -> None:
         output = region.outputs[position]
         for key in storage_keys(leaf):
-            if key not in self._writer or key in unclaimed:
-                unclaimed.discard(key)
+            if key not in self._writer:
                 node = self._add(_OUTPUT, (), (index, position))
                 self._own(leaf, node, overwrite=True)
                 if leaf.grad_fn is not None:
@@ -491,13 +490,14 @@ class Observer(TorchDispatchMode):
             kind, _, detail = self._nodes[node]
             if kind == _STALE:
                 raise ModifiedError(
-                    f"Region {display_name(self._tape.name, detail)} (recompute=False) modifies one of its arguments "
-                    f"in place, and "
-                    f"recomputed code reads that tensor afterwards; replay skips the region, so the change would be "
-                    f"missing.\n"
-                    f"To fix: return the modified tensor from the region and use the returned one, work on a .clone() "
-                    f"inside the "
-                    f"region, or mark it recompute=True."
+                    f"Region {display_name(self._tape.name, detail)} (recompute=False) modifies in place a tensor that "
+                    f"it "
+                    f"captured, and recomputed code reads that tensor afterwards; replay skips the region, so the "
+                    f"change "
+                    f"would be missing.\n"
+                    f"To fix: pass the tensor to the region as an argument, work on a .clone() inside the region, or "
+                    f"mark "
+                    f"it recompute=True."
                 )
         if self._tape.hooks:
             return  # the user carries state; what is modified outside the body is theirs to restore

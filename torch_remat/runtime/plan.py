@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import threading
 import types
+import warnings
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -86,18 +87,22 @@ Path = tuple[Any, ...]
 class Known:
     """What is known of one body: plans, newest first, and paths that were taken without being observed."""
 
-    __slots__ = ("plans", "unobserved")
+    __slots__ = ("plans", "trusted", "unobserved")
 
     _TRIES = 8
     _PATHS = 16
 
-    def __init__(self) -> None:
+    def __init__(self, *, trusted: bool = True) -> None:
+        self.trusted = trusted  # False: many bodies share this entry, and nothing is learned from any of them
         self.plans: list[Plan] = []
         self.unobserved: dict[Path, int] = {}
 
     def wants_observing(self) -> bool:
         """Whether the next call should be observed: a path is unknown, and was not waited for in vain too often."""
-        return not self.plans or any(tries < self._TRIES for tries in self.unobserved.values())
+        return self.trusted and (not self.plans or self._misses_a_path())
+
+    def _misses_a_path(self) -> bool:
+        return any(tries < self._TRIES for tries in self.unobserved.values())
 
     def learn(self, plan: Plan) -> None:
         """Store ``plan`` in place of an earlier one for the same path."""
@@ -109,17 +114,17 @@ class Known:
 
     def missed(self, path: Path) -> None:
         """A call took ``path``, for which there is no plan."""
-        if len(self.unobserved) < self._PATHS:
+        if self.trusted and len(self.unobserved) < self._PATHS:
             self.unobserved.setdefault(path, 0)
 
 
 class Registry:
     """Everything known, by body key.
 
-    Bounded: a body whose captured values never stop changing is looked up without them.
+    Bounded: where the captured values of one body never stop changing, calls beyond the bound keep everything.
     """
 
-    def __init__(self, per_code: int = 128, codes: int = 1024) -> None:
+    def __init__(self, per_code: int = 1024, codes: int = 1024) -> None:
         self._known: dict[Any, dict[Any, Known]] = {}
         self._per_code = per_code
         self._codes = codes
@@ -139,12 +144,29 @@ class Registry:
             if key.code not in self._known and len(self._known) >= self._codes:
                 self._known.clear()
             details = self._known.setdefault(key.code, {})
-            return details.setdefault(key.details if len(details) < self._per_code else None, Known())
+            if len(details) < self._per_code:
+                return details.setdefault(key.details, Known())
+            if None not in details:
+                warnings.warn(
+                    f"torch_remat has seen {self._per_code} variants of the checkpointed function "
+                    f"{_name_of(key.code)}: values "
+                    f"that it captures change with every call. From here on its checkpoints keep every output of their "
+                    f"SAVE "
+                    f"regions. To fix: pass changing numbers to the function as arguments.",
+                    stacklevel=2,
+                )
+            return details.setdefault(None, Known(trusted=False))
 
     def forget(self, key: BodyKey) -> None:
         """Drop what is known about ``key``, so that the next call is observed again."""
         with self._lock:
             self._known.pop(key.code, None)
+
+
+def _name_of(code: Any) -> str:
+    return (
+        f"{code.co_qualname} ({code.co_filename}:{code.co_firstlineno})" if hasattr(code, "co_qualname") else repr(code)
+    )
 
 
 class BodyKey(NamedTuple):

@@ -23,7 +23,7 @@ from torch_remat.runtime.hooks import HookPair
 from torch_remat.runtime.observe import private_copy
 from torch_remat.runtime.placeholder import can_stand_in, meta_of
 from torch_remat.runtime.plan import Step
-from torch_remat.runtime.region_saves import RegionSaves
+from torch_remat.runtime.region_saves import RegionSaves, extent
 from torch_remat.runtime.tape import Output, OutputKind, Region, WeakStorage, version_of
 from torch_remat.runtime.tree import LEAF, flatten, is_container
 
@@ -128,6 +128,9 @@ def _from_argument(leaf: Tensor, arguments: list[Any]) -> Output | None:
             and argument.is_neg() == leaf.is_neg()
             and argument._version == leaf._version
         ):
-            geometry = (leaf.shape, leaf.stride(), leaf.storage_offset() - argument.storage_offset())
+            start = leaf.storage_offset() - argument.storage_offset()
+            if start < 0 or start + extent(leaf) > extent(argument):
+                continue  # another part of the memory, which replay's argument need not have
+            geometry = (leaf.shape, leaf.stride(), start)
             return Output(OutputKind.ARGUMENT_VIEW, index, (geometry, argument.shape, argument.stride()))
     return None

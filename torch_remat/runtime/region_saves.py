@@ -25,7 +25,7 @@ from torch_remat.runtime.tape import Kept, Packed, Region, Slot, WeakStorage, ve
 if TYPE_CHECKING:
     from torch_remat.runtime.forward import ForwardFrame
 
-__all__ = ["RegionSaves"]
+__all__ = ["RegionSaves", "extent"]
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 
@@ -126,7 +126,7 @@ class RegionSaves:
 
 def _geometry(tensor: Tensor) -> Any:
     """What two tensors with the same memory, layout and contents have in common."""
-    where = (tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor._version)
+    where = (tensor.untyped_storage()._cdata, tensor.storage_offset(), version_of(tensor))
     return where, tensor.shape, tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg()
 
 
@@ -150,12 +150,12 @@ def _inside(tensor: Tensor, argument: Tensor) -> Any:
     start = tensor.storage_offset() - argument.storage_offset()
     if tensor.shape == argument.shape and tensor.stride() == argument.stride() and start == 0:
         return ()
-    if start < 0 or tensor.numel() == 0 or start + _extent(tensor) > _extent(argument):
+    if start < 0 or tensor.numel() == 0 or start + extent(tensor) > extent(argument):
         return None
     return tensor.shape, tensor.stride(), start, argument.stride()
 
 
-def _extent(tensor: Tensor) -> int:
+def extent(tensor: Tensor) -> int:
     """Elements from the first to one past the last that ``tensor`` addresses."""
     if tensor.numel() == 0:
         return 0
