@@ -248,7 +248,7 @@ class _Writer:
         value = self.pick(scope).name
         # Inputs and what aliases them belong to the caller: there, a body has to guard its side effects.
         self.emit(f"if {value}.requires_grad and not remat.is_recomputing():")
-        self.emit(f"    {value}.register_hook(lambda g: g * 0.75)")
+        self.emit(f"    {value}.register_hook(lambda g: None if g is None else g * 0.75)")
 
     def _morph(self, scope: _Scope, level: int) -> None:
         """Code that a switch changes between calls: another operand, another operation, one operation more."""
@@ -256,7 +256,7 @@ class _Writer:
         self.switches.append(switch[3:-2])
         value = self.pick(scope)
         others = [other for other in self.floats(scope) if other.shape == value.shape]
-        other = self.rng.choice(others)
+        other = self.rng.choice(others or [value])
         form = self.rng.randrange(4 if "inplace" not in self.features else 5)
         first, second = self.rng.choice(UNARY), self.rng.choice(UNARY)
         if form == 0:
