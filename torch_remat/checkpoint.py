@@ -169,7 +169,7 @@ def _call(options: _Options, function: Callable[..., Any], args: tuple[Any, ...]
     pair = options.pair if options.pair is not None else native_pair(top_hooks())
     leaves = _take_inputs(tape, args, kwargs, pair)
     tape.ambient = Ambient()
-    tape.key = body_key(function, leaves, early_stop_allowed())
+    tape.key = body_key(function, leaves, early_stop_allowed(), pair is not None)
     if options.hooks:
         tape.hooks = options.hooks
         tape.states = [hook.snapshot() for hook in options.hooks]

@@ -50,7 +50,6 @@ from torch_remat.runtime.tape import (
     Region,
     Slot,
     Tape,
-    WeakStorage,
     stride_of,
     version_of,
     version_probe,
@@ -335,8 +334,6 @@ class ForwardFrame(Frame):
                 self.pack_output(output)
             elif isinstance(tensor, Tensor) and (output.unpack is None or isinstance(output.unpack, tuple)):
                 meta = meta_of(tensor)._replace(requires_grad=bool(output.meta))
-                if position in step.free and type(tensor) is Tensor:
-                    output.free = WeakStorage(tensor.untyped_storage())
                 output.kind, output.data, output.meta, output.unpack = OutputKind.PLACEHOLDER, None, meta, None
         for _, output in record.changed:
             self.pack_output(output)

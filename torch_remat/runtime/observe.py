@@ -138,9 +138,10 @@ class Observer(TorchDispatchMode):
         if not keys:
             self._events.append(_Event(slot, None, len(self._nodes), None))
 
-    def rebuild(self, slot: weakref.ref[Slot], region_index: int, argument: int, tensor: Tensor) -> None:
-        """The SAVE region saves a recomputed argument, which replay will rebuild."""
-        self._rebuild_arguments.setdefault(region_index, set()).add(argument)
+    def rebuild(self, slot: weakref.ref[Slot], region_index: int, argument: int | None, tensor: Tensor) -> None:
+        """The SAVE region saves a recomputed argument (None: an input of the checkpoint), which replay will rebuild."""
+        if argument is not None:
+            self._rebuild_arguments.setdefault(region_index, set()).add(argument)
         for key in storage_keys(tensor):
             self._events.append(_Event(slot, self._writer.get(key), self._region_start, key))
 

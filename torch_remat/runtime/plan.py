@@ -187,10 +187,10 @@ def _budget() -> list[int]:
 _VALUES = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device, torch.Size, complex)
 
 
-def body_key(function: Any, leaves: list[Any], early_stop: bool) -> BodyKey:
-    """The key of a call of ``function`` with these argument leaves."""
+def body_key(function: Any, leaves: list[Any], *circumstances: bool) -> BodyKey:
+    """The key of a call of ``function`` with these argument leaves; ``circumstances`` are what else changes plans."""
     code, captured = _callable_key(function, _budget())
-    return BodyKey(code, (captured, early_stop, tuple([_leaf_key(leaf) for leaf in leaves])))
+    return BodyKey(code, (captured, circumstances, tuple([_leaf_key(leaf) for leaf in leaves])))
 
 
 def _leaf_key(leaf: Any) -> Any:

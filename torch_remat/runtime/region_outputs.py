@@ -24,7 +24,7 @@ from torch_remat.runtime.observe import private_copy
 from torch_remat.runtime.placeholder import can_stand_in, meta_of
 from torch_remat.runtime.plan import Step
 from torch_remat.runtime.region_saves import RegionSaves, extent
-from torch_remat.runtime.tape import Output, OutputKind, Region, WeakStorage, version_of
+from torch_remat.runtime.tape import Output, OutputKind, Region, version_of
 from torch_remat.runtime.tree import LEAF, flatten, is_container
 
 if TYPE_CHECKING:
@@ -89,8 +89,8 @@ class SaveOutputs:
         if step is None or position in step.keep or not can_stand_in(leaf):
             return self._kept(leaf, position)
         output = Output(OutputKind.PLACEHOLDER, (weakref.ref(leaf), version_of(leaf)), meta_of(leaf))
-        if position in step.free and type(leaf) is Tensor:
-            output.free = WeakStorage(leaf.untyped_storage())
+        if position in step.free and self._saves is not None:
+            output.free = self._saves.kept_twin(leaf)
         return output
 
     def _kept(self, tensor: Tensor, position: int) -> Output:

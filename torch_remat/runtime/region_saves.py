@@ -13,7 +13,7 @@ Rules, in this order, for a tensor that the region saves:
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -50,15 +50,16 @@ class RegionSaves:
         self._saved = 0
         self._checkpoint = frame.tape.name
         self._record_name = record.name
-        self._packed: list[
-            tuple[Any, Any, WeakStorage]
-        ] = []  # geometry on its storage, payload, the storage's identity
+        self._packed: list[tuple[Any, Any, WeakStorage]] = []  # geometry, payload, identity of the storage
         self._targets = [
             (index, leaf, versions[index])
             for index, leaf in enumerate(leaves)
             if isinstance(leaf, Tensor) and self._replay_makes(index, leaf, step)
         ]
         self._by_id = {id(target[1]): target for target in self._targets}
+        self._memories: set[int] = set()
+        self.kept: list[weakref.ref[Kept]] = []  # what the region's nodes keep through this hook
+        self._layouts: list[_Layout | None] | None = None  # of the targets, once a save is not one of them
 
     def _replay_makes(self, index: int, leaf: Tensor, step: Step | None) -> bool:
         if self._pair is not None and id(leaf) in self._frame.input_ids:
@@ -77,10 +78,10 @@ class RegionSaves:
             base = tensor
         is_weight = base.is_leaf and base.requires_grad
         if not is_weight or self._pair is not None:
-            for index, argument, version in self._targets:
-                geometry = _inside(tensor, argument)
-                if geometry is not None and version_of(tensor) == version:
-                    return self._slot(index, argument, tensor, geometry)
+            found = self._find(tensor) if self._targets else None
+            if found is not None:
+                index, argument, geometry = found
+                return self._slot(index, argument, tensor, geometry)
         label = (self._checkpoint, self._record_name, self._saved)
         self._saved += 1
         if is_weight:
@@ -88,7 +89,9 @@ class RegionSaves:
         if self._pair is None:
             if self._observer is not None:
                 self._observer.kept(self._index, tensor)
-            return Kept(tensor.detach() if tensor.requires_grad else tensor, label)
+            kept = Kept(tensor.detach() if tensor.requires_grad else tensor, label)
+            self.kept.append(weakref.ref(kept))
+            return kept
         detached = tensor.detach()
         payload = call_pack(self._pair, detached, SavedTensorKind.BACKWARD, self._pair.capture())
         if type(tensor) in _PLAIN:
@@ -98,7 +101,9 @@ class RegionSaves:
     def close(self) -> None:
         """The region has returned. Autograd keeps the pack hook beside what it packed: let it hold no tensor."""
         self._targets = []
+        self.kept = []
         self._by_id = {}
+        self._layouts = None
         self._observer = None
         self._frame = None
         self._record = None
@@ -107,6 +112,19 @@ class RegionSaves:
         """No output of the region can be packed any more."""
         self._packed = []
 
+    def kept_twin(self, tensor: Tensor) -> weakref.ref[Kept] | None:
+        """The payload that keeps a plain tensor with the same memory and geometry, if the region's saves have one."""
+        if type(tensor) is not Tensor:
+            return None
+        where = tensor.data_ptr()
+        for reference in self.kept:
+            kept = reference()
+            if kept is None or type(kept.tensor) is not Tensor or kept.tensor.data_ptr() != where:
+                continue
+            if kept.tensor.shape == tensor.shape and kept.tensor.stride() == tensor.stride():
+                return reference if kept.tensor.dtype is tensor.dtype else None
+        return None
+
     def packed_twin(self, tensor: Tensor) -> Any:
         """The payload of a save with the same memory and geometry as ``tensor``, if this region packed one."""
         if type(tensor) not in _PLAIN:
@@ -114,13 +132,36 @@ class RegionSaves:
         wanted = _geometry(tensor)
         return next((payload for geometry, payload, _ in self._packed if geometry == wanted), None)
 
+    def _find(self, tensor: Tensor) -> tuple[int, Tensor, Any] | None:
+        """The argument whose memory ``tensor`` lies in, and how to make it from that: rule 2."""
+        if self._layouts is None:
+            self._layouts = [_layout(argument) for _, argument, _ in self._targets]
+            self._memories = {layout.memory[0] for layout in self._layouts if layout is not None}
+        if type(tensor) is not Tensor or tensor.layout is not torch.strided:
+            return None
+        if tensor.untyped_storage()._cdata not in self._memories:
+            return None
+        mine = _layout(tensor)
+        if mine is None:
+            return None
+        for (index, argument, version), layout in zip(self._targets, self._layouts, strict=True):
+            if layout is None or layout.memory != mine.memory or tensor._version != version:
+                continue
+            start = mine.start - layout.start
+            if start == 0 and tensor.shape == argument.shape and tensor.stride() == argument.stride():
+                return index, argument, ()
+            if start >= 0 and mine.start < mine.end <= layout.end:
+                return index, argument, (tensor.shape, tensor.stride(), start, argument.stride())
+        return None
+
     def _slot(self, index: int, argument: Tensor, tensor: Tensor, geometry: Any) -> Slot:
         expected = (argument.shape, argument.dtype, argument.device)
         slot = Slot(expected, version_of(tensor))
         reference = weakref.ref(slot)
         self._record.rebuilds.append((reference, index, geometry))
-        if self._observer is not None and id(argument) not in self._frame.input_ids:
-            self._observer.rebuild(reference, self._index, index, argument)
+        if self._observer is not None:
+            made = id(argument) not in self._frame.input_ids
+            self._observer.rebuild(reference, self._index, index if made else None, argument)
         return slot
 
 
@@ -130,33 +171,29 @@ def _geometry(tensor: Tensor) -> Any:
     return where, tensor.shape, tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg()
 
 
-def _inside(tensor: Tensor, argument: Tensor) -> Any:
-    """How to make ``tensor`` from ``argument``.
+class _Layout(NamedTuple):
+    """Where a tensor lies.
 
-    () for the same, (size, stride, relative offset, stride of the argument) for a view inside its memory, None where it
-    is neither.
+    ``memory`` must be equal for two to share elements; ``start`` and ``end`` are the first of its own and one past the last.
     """
-    if tensor is argument:
-        return ()
-    if type(tensor) is not Tensor or type(argument) not in _PLAIN or tensor.dtype is not argument.dtype:
+
+    memory: tuple[Any, ...]
+    start: int
+    end: int
+
+
+def _layout(tensor: Tensor) -> _Layout | None:
+    """None for what has no plain memory."""
+    if type(tensor) not in _PLAIN or tensor.layout is not torch.strided:
         return None
-    try:
-        if tensor.untyped_storage()._cdata != argument.untyped_storage()._cdata:
-            return None
-    except (NotImplementedError, RuntimeError):
-        return None
-    if tensor.is_conj() != argument.is_conj() or tensor.is_neg() != argument.is_neg():
-        return None
-    start = tensor.storage_offset() - argument.storage_offset()
-    if tensor.shape == argument.shape and tensor.stride() == argument.stride() and start == 0:
-        return ()
-    if start < 0 or tensor.numel() == 0 or start + extent(tensor) > extent(argument):
-        return None
-    return tensor.shape, tensor.stride(), start, argument.stride()
+    start = tensor.storage_offset()
+    memory = (tensor.untyped_storage()._cdata, tensor.dtype, tensor.is_conj(), tensor.is_neg())
+    return _Layout(memory, start, start + extent(tensor))
 
 
 def extent(tensor: Tensor) -> int:
     """Elements from the first to one past the last that ``tensor`` addresses."""
-    if tensor.numel() == 0:
-        return 0
+    count = tensor.numel()
+    if count == 0 or tensor.is_contiguous():
+        return count
     return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))

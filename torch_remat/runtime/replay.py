@@ -204,9 +204,10 @@ class ReplayFrame(Frame):
     def _serve(self, record: Region, position: int, output: Output, arguments: list[Any], leaves: list[Any]) -> Any:
         kind = output.kind
         if kind is OutputKind.PLACEHOLDER:
-            storage = None if output.free is None else output.free.revive()
-            if storage is not None:
-                return self._alive(storage, output.meta)
+            kept = None if output.free is None else output.free()
+            if kept is not None and version_of(kept.tensor) == kept.version:
+                tensor = kept.tensor.detach()
+                return as_result(tensor) if output.meta.requires_grad else tensor
             name = display_name(self.tape.name)
             what = f"output {_label(record, position)} of region {display_name(self.tape.name, record.name)}"
             return _stand_in(output.meta, Origin(name, what))
@@ -229,13 +230,6 @@ class ReplayFrame(Frame):
         return argument.as_strided(size, stride, argument.storage_offset() + start)
 
     # --- What is handed to the body
-
-    def _alive(self, storage: Any, meta: Meta) -> Tensor:
-        """The real tensor of an output that nobody was seen to read; its memory is there anyway."""
-        tensor = torch.empty(0, dtype=meta.dtype, device=meta.device)
-        with torch.no_grad():
-            tensor.set_(storage, meta.offset, meta.size, meta.stride)
-        return as_result(tensor) if meta.requires_grad else tensor
 
     def data(self, output: Output, what: str) -> Tensor:
         """The tensor of a persisted output or input, checked against later modification."""

@@ -78,7 +78,7 @@ class Slot:
 class Kept:
     """Payload of a save that stays resident under one of our pack hooks; checked at unpack like an ordinary save."""
 
-    __slots__ = ("label", "tensor", "version")
+    __slots__ = ("__weakref__", "label", "tensor", "version")
 
     def __init__(self, tensor: Tensor, label: tuple[str | None, str | None, int]) -> None:
         self.tensor = tensor
@@ -110,10 +110,6 @@ class WeakStorage:
     def __init__(self, storage: Any) -> None:
         self._reference = storage._weak_ref()
 
-    def revive(self) -> Any:
-        """The storage, if something else keeps it alive; else None."""
-        return torch.UntypedStorage._new_with_weak_ptr(self._reference)
-
     def __del__(self) -> None:
         torch.UntypedStorage._free_weak_ref(self._reference)
 
@@ -144,7 +140,7 @@ class Output:
         self.version: Any = None  # of the tensor; with a version probe where a hook packed the data
         self.cloned = False  # data is a private copy, because the body modifies the output in place
         self.stride: tuple[int, ...] | None = None  # of a tensor that a hook packed: it may come back in another layout
-        self.free: WeakStorage | None = None  # of a placeholder: real data is there while the region's own save lives
+        self.free: weakref.ref[Kept] | None = None  # of a placeholder: the region's own save, which has the data
         self.shell = False  # another SAVE region overwrites it before anybody reads it: its version does not matter
 
 
