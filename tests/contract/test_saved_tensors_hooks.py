@@ -283,6 +283,76 @@ class TestSavedTensorsHooks:
                 engine.checkpoint(chain_body)(x)
         compare(chain_body, [x], engine=engine)
 
+    @pytest.mark.parametrize("pair", ["save_on_cpu", "clone"])
+    def test_hooks_that_change_the_layout(self, engine: EagerEngine, x: Tensor, pair: str) -> None:
+        """Offloading makes a strided view contiguous; views taken of it in replay are those of forward."""
+
+        def body(t: Tensor) -> Tensor:
+            left, right = remat.region(lambda u: (u * 2).t().chunk(2), "chunks", recompute=False)(torch.sin(t))
+            left = remat.region(lambda u: u.reshape(-1)[1:], "flat", recompute=False)(left)
+            wide = remat.region(lambda u: (u[:1] * 2).expand(3, *u.shape), "expanded", recompute=False)(right)
+            return torch.exp(left).sum() * torch.sin(right.t()[1:]) + torch.exp(wide).sum()
+
+        def step(call: Callable[[Tensor], Tensor]) -> Tensor | None:
+            leaf = x.detach().clone().requires_grad_()
+            clone = torch.autograd.graph.saved_tensors_hooks(lambda t: t.contiguous().clone(), lambda t: t)
+            with torch.autograd.graph.save_on_cpu() if pair == "save_on_cpu" else clone:
+                output = call(leaf)
+            engine.backward([output.sum()])
+            return leaf.grad
+
+        expected = step(body)
+        assert expected is not None
+        for _ in range(3):
+            got = step(engine.checkpoint(body))
+            assert got is not None
+            assert torch.equal(expected, got)
+
+    def test_hooks_payload_of_an_earlier_version_is_not_reused(self, engine: EagerEngine, x: Tensor) -> None:
+        """A region saves its argument, then changes it: what replay reads is the changed one, on every path."""
+        policy = {"first": True}
+
+        def changes(t: Tensor) -> None:
+            F.layer_norm(t, (6,))
+            t[..., :1].mul_(0.5)
+
+        def body(t: Tensor) -> Tensor:
+            remat.region(lambda u: None, "first", recompute=policy["first"])(t)
+            hidden = t * 0.5
+            remat.region(changes, "changes", recompute=False)(hidden)
+            return hidden * hidden
+
+        call = engine.checkpoint(body, saved_tensors_hooks=(lambda t: t.clone(), lambda t: t))
+        for first in (True, True, False, False, True):
+            policy["first"] = first
+            expected = torch.autograd.grad(body(x).sum(), x)[0]
+            assert torch.equal(expected, torch.autograd.grad(call(x).sum(), x)[0])
+
+    @pytest.mark.parametrize("hooks", [None, (lambda t: t.clone(), lambda t: t)])
+    def test_hooks_region_that_returns_another_part_of_its_argument_s_memory(
+        self, engine: EagerEngine, x: Tensor, hooks: Any
+    ) -> None:
+        def body(a: Tensor, b: Tensor) -> Tensor:
+            other = remat.region(lambda u: b, "other", recompute=False)(a)
+            whole = remat.region(lambda u: u._base[:3], "base", recompute=False)(a)
+            return F.silu(other) * torch.sin(a) + whole.exp().sum()
+
+        expected = torch.autograd.grad(body(*(x * 1).split(2)).sum(), x)[0]
+        for _ in range(3):
+            output = engine.checkpoint(body, saved_tensors_hooks=hooks)(*(x * 1).split(2))
+            assert torch.equal(expected, torch.autograd.grad(output.sum(), x)[0])
+
+    def test_hooks_and_a_read_on_the_host(self, engine: EagerEngine, x: Tensor) -> None:
+        """The save of an input is rebuilt because the pair has packed the input; replay then passes the read again."""
+
+        def body(t: Tensor) -> Tensor:
+            scaled = remat.region(lambda u: u * 2, "scaled", recompute=False)(t)
+            factor = 2.0 if float(scaled.detach().sum()) > 0 else 3.0
+            return remat.region(lambda u: F.layer_norm(u, (6,)) * factor, "norm", recompute=False)(t)
+
+        pair = (lambda t: t.clone(), lambda t: t)
+        compare(body, [x], options={"saved_tensors_hooks": pair}, engine=engine)
+
     def test_hooks_value_saved_and_persisted_is_packed_once(self, engine: EagerEngine, x: Tensor) -> None:
         """``exp`` saves its own output and replay reads it: one offload, not two."""
         recorder = Recorder()

@@ -174,7 +174,7 @@ def _geometry(tensor: Tensor) -> Any:
 class _Layout(NamedTuple):
     """Where a tensor lies.
 
-    ``memory`` must be equal for two to share elements; ``start`` and ``end`` are the first of its own and one past the last.
+    ``memory`` must be equal for two to share elements; ``start`` is the first of its own and ``end`` one past the last.
     """
 
     memory: tuple[Any, ...]
@@ -186,14 +186,14 @@ def _layout(tensor: Tensor) -> _Layout | None:
     """None for what has no plain memory."""
     if type(tensor) not in _PLAIN or tensor.layout is not torch.strided:
         return None
-    start = tensor.storage_offset()
+    start = int(tensor.storage_offset())
     memory = (tensor.untyped_storage()._cdata, tensor.dtype, tensor.is_conj(), tensor.is_neg())
     return _Layout(memory, start, start + extent(tensor))
 
 
 def extent(tensor: Tensor) -> int:
     """Elements from the first to one past the last that ``tensor`` addresses."""
-    count = tensor.numel()
+    count = int(tensor.numel())
     if count == 0 or tensor.is_contiguous():
         return count
-    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return int(1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)))
