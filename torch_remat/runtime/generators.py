@@ -108,7 +108,7 @@ class GeneratorGuard:
 
     def __init__(self, *own: torch.Generator) -> None:
         self._before: list[tuple[torch.Generator, Any]] = [(torch.default_generator, _state(torch.default_generator))]
-        # While a CUDA graph is captured a generator's state cannot be read; the calls before the capture were looked at.
+        # While a CUDA graph is captured no generator can be read; the calls before the capture were looked at.
         if torch.cuda.is_initialized() and not torch.cuda.is_current_stream_capturing():
             generator = torch.cuda.default_generators[torch.cuda.current_device()]
             self._before.append((generator, _state(generator)))
