@@ -353,6 +353,18 @@ class TestSavedTensorsHooks:
         pair = (lambda t: t.clone(), lambda t: t)
         compare(body, [x], options={"saved_tensors_hooks": pair}, engine=engine)
 
+    def test_hooks_two_outputs_of_one_storage(self, engine: EagerEngine, x: Tensor) -> None:
+        def twice(t: Tensor) -> tuple[Tensor, Tensor]:
+            t = torch.hypot(t, t + 2)
+            return t, t.reshape(4, 6)
+
+        def body(unused: Tensor, t: Tensor) -> Tensor:
+            return F.gelu(remat.region(twice, "twice", recompute=False)(t)[1])
+
+        pair = (lambda t: t.clone(), lambda t: t)
+        compare(body, [x.detach(), x], options={"saved_tensors_hooks": pair}, engine=engine, calls=5)
+        compare(body, [x, x], options={"saved_tensors_hooks": pair}, engine=engine, calls=5)
+
     def test_hooks_value_saved_and_persisted_is_packed_once(self, engine: EagerEngine, x: Tensor) -> None:
         """``exp`` saves its own output and replay reads it: one offload, not two."""
         recorder = Recorder()
