@@ -61,32 +61,28 @@ def find(function: Any, wanted: Callable[[Tensor], bool]) -> tuple[Holder, ...]:
     return tuple(found)
 
 
-class Watched(NamedTuple):
-    """An external tensor of one call: its name, itself, its version counter then, and who tells what is there now.
+Watched = tuple[str, Tensor, int, Callable[[], Any] | None]
+"""An external tensor of one call: its name, itself, its version counter then, and who tells what is there now.
 
-    ``owner`` is None for parameters: FSDP and others swap them between forward and backward.
-    """
-
-    name: str
-    tensor: Tensor
-    version: int
-    owner: Callable[[], Any] | None
+The last is None for parameters: FSDP and others swap them between forward and backward. A plain tuple: one is made for
+every parameter in every call.
+"""
 
 
 def locate(function: Any, holders: tuple[Holder, ...]) -> list[Watched]:
     """What ``holders`` lead to on ``function``, as far as it is there."""
-    found = []
+    found: list[Watched] = []
     for holder in holders:
         try:
             value = holder.getter(function)
             if not holder.entries:
                 owner = functools.partial(_now, holder.getter, function)
-                found.append(Watched(holder.name, value, value._version, owner))
+                found.append((holder.name, value, value._version, owner))
                 continue
             for name, owner, key, is_parameter in _resolved(value, holder.entries):
                 tensor = owner[key]
                 found.append(
-                    Watched(name, tensor, tensor._version, None if is_parameter else functools.partial(owner.get, key))
+                    (name, tensor, tensor._version, None if is_parameter else functools.partial(owner.get, key))
                 )
         except (AttributeError, KeyError, IndexError, TypeError, ValueError, RuntimeError):
             continue  # another object of the same code is built differently, or holds an inference tensor

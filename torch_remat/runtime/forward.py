@@ -88,7 +88,6 @@ class ForwardFrame(Frame):
             self.observer.inputs(leaves)
         else:
             self.plans = self.known.plans
-        self.metadata = self.plans[0].metadata if self.plans else ()
 
     # --- Saves of recomputed code (rule 1)
 
@@ -96,17 +95,9 @@ class ForwardFrame(Frame):
         """Pack hook of recomputed code. The hottest function here: one call for each save."""
         if tensor.is_leaf and tensor.requires_grad and id(tensor) not in self.input_ids:
             return Kept(tensor, (self.tape.name, None, 0))
-        slots = self.slots
-        expected = None
-        if self.check:
-            expected = (tensor.shape, tensor.dtype, tensor.device)
-            known = self.metadata
-            # An equal tuple of the plan's instead of a new one: less for the garbage collector to look at.
-            if len(slots) < len(known) and known[len(slots)] == expected:
-                expected = known[len(slots)]
-        slot = Slot(expected, tensor._version)
+        slot = Slot((tensor.shape, tensor.dtype, tensor.device) if self.check else None, tensor._version)
         reference = _reference(slot)
-        slots.append(reference)
+        self.slots.append(reference)
         if self.observer is not None:
             self.observer.saved(reference, tensor)
         return slot

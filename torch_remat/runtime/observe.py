@@ -381,7 +381,6 @@ class Observer(TorchDispatchMode):
             frozenset(inputs),
             to_end,
             self.random,
-            tuple(None if (slot := reference()) is None else slot.expected for reference in self._tape.slots),
             self._own_generators,
             self._watched(outputs),
             found,

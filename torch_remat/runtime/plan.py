@@ -65,8 +65,6 @@ class Plan:
     """Replay must run to its end: the tail modifies a tensor that was saved before."""
     random: str | None = None
     """The first random operation of recomputed code, for the error when a call brings no state hook."""
-    metadata: tuple[Any, ...] = ()
-    """Shape, dtype and device of each recomputed save, None where nobody owned it."""
     own_generators: bool = False
     """Recomputed code draws from generators other than the default ones: replay is watched."""
     watched: tuple[tuple[int, int], ...] = ()
