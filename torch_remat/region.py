@@ -45,6 +45,10 @@ class Region(Generic[P, R]):
             raise AttributeError(name)  # not set yet: being copied or unpickled
         return getattr(self.__wrapped__, name)
 
+    @property
+    def __doc__(self) -> str | None:  # type: ignore[override]
+        return self.__wrapped__.__doc__
+
     def __repr__(self) -> str:
         return f"<region {self._name} ({'recompute' if self._recompute else 'save'}) of {self.__wrapped__!r}>"
 

@@ -274,7 +274,8 @@ class ForwardFrame(Frame):
             tape.to_end = tape.to_end or plan.to_end
             if plan.random is not None and not tape.hooks:
                 raise RandomStateError(random_message(tape.name, plan.random, torch.default_generator))
-            tape.watch_draws = plan.own_generators
+            tape.watch_draws = plan.own_generators or self.known.suspect
+            self.known.suspect = False
             for position, leaf in plan.watched:
                 self._watch(position, outputs, leaf)
             if plan.externals:

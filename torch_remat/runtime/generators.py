@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import random
 import sys
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -26,6 +27,7 @@ __all__ = [
     "drawing",
     "is_default",
     "random_message",
+    "shared_with_threads",
 ]
 
 
@@ -146,6 +148,18 @@ def is_default(generator: torch.Generator) -> bool:
 def _is_same(a: torch.Generator, b: torch.Generator) -> bool:
     """Whether two Python objects are one generator; the dispatcher hands out a new object each time."""
     return a is b or (a.device == b.device and getattr(a, "_cdata", a) == getattr(b, "_cdata", b))
+
+
+def shared_with_threads(generator: torch.Generator) -> bool:
+    """Whether a Python thread besides the one that replays (and the one that waits for backward) may draw from it.
+
+    Said of the CPU's default generator only; a device's is taken to belong to the training loop.
+    """
+    if not _is_same(generator, torch.default_generator):
+        return False
+    current = threading.current_thread()
+    waiting = threading.main_thread() if isinstance(current, threading._DummyThread) else current
+    return any(thread is not current and thread is not waiting for thread in threading.enumerate())
 
 
 def covered(hooks: tuple[Any, ...], generator: torch.Generator) -> bool | None:

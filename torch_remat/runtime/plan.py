@@ -85,13 +85,14 @@ Path = tuple[Any, ...]
 class Known:
     """What is known of one body: plans, newest first, and paths that were taken without being observed."""
 
-    __slots__ = ("plans", "trusted", "unobserved")
+    __slots__ = ("plans", "suspect", "trusted", "unobserved")
 
     _TRIES = 8
     _PATHS = 16
 
     def __init__(self, *, trusted: bool = True) -> None:
         self.trusted = trusted  # False: many bodies share this entry, and nothing is learned from any of them
+        self.suspect = False  # a generator moved during a replay, perhaps in another thread: watch the next one
         self.plans: list[Plan] = []
         self.unobserved: dict[Path, int] = {}
 

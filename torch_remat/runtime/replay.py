@@ -28,7 +28,13 @@ from torch_remat.errors import (
 from torch_remat.runtime import placeholder
 from torch_remat.runtime.dynamo import eager_only
 from torch_remat.runtime.frame import Frame, current_frame, scopes
-from torch_remat.runtime.generators import DrawWatch, GeneratorGuard, covered, random_message
+from torch_remat.runtime.generators import (
+    DrawWatch,
+    GeneratorGuard,
+    covered,
+    random_message,
+    shared_with_threads,
+)
 from torch_remat.runtime.graft import as_result
 from torch_remat.runtime.hooks import pop_hooks, push_hooks
 from torch_remat.runtime.observe import laid_out, private_copy
@@ -61,6 +67,7 @@ class ReplayFrame(Frame):
             _set_version is not None and not tape.hooks
         )  # copies count from 0; a state hook may write to what it restores
         self.leaves: dict[int, Tensor] = {}  # handed out: leaves here, for speed, that need not be leaves in forward
+        self.drew = False  # a watched replay has drawn random numbers
         self._inner = 0
         self._undo: list[
             tuple[Any, Any]
@@ -357,7 +364,7 @@ def replay(tape: Tape, unfilled: int) -> None:
         if not tape.watch_draws:
             _run(frame, tape, args, kwargs)
         else:
-            with DrawWatch(functools.partial(_check_draw, tape)):
+            with DrawWatch(functools.partial(_check_draw, tape, frame)):
                 _run(frame, tape, args, kwargs)
     except placeholder.PlaceholderError:
         if tape.key is not None:
@@ -376,8 +383,7 @@ def replay(tape: Tape, unfilled: int) -> None:
             slot.version = version_of(slot.tensor)
     moved = guard.moved()
     if moved is not None:
-        guard.put_back()
-        raise RandomStateError(random_message(tape.name, "seen in replay", moved))
+        _judge(tape, frame, guard, moved)
 
 
 def _unmodified(tape: Tape) -> list[Any]:
@@ -385,14 +391,31 @@ def _unmodified(tape: Tape) -> list[Any]:
     return [slot for slot in tape.living_slots() if slot.tensor is not None and version_of(slot.tensor) == slot.version]
 
 
-def _check_draw(tape: Tape, operation: str, generator: torch.Generator) -> None:
+def _judge(tape: Tape, frame: ReplayFrame, guard: GeneratorGuard, moved: torch.Generator) -> None:
+    """A default generator is not where it was before replay: refuse, unless another thread may have drawn from it.
+
+    Then the next replay of this body is watched, operation by operation, which tells.
+    """
+    if not shared_with_threads(moved):
+        guard.put_back()
+    elif not tape.watch_draws:
+        registry.known(tape.key).suspect = True
+        return
+    elif not frame.drew:
+        return
+    raise RandomStateError(random_message(tape.name, "seen in replay", moved))
+
+
+def _check_draw(tape: Tape, frame: ReplayFrame, operation: str, generator: torch.Generator) -> None:
+    frame.drew = True
     if covered(tape.hooks, generator) is False:
         raise RandomStateError(random_message(tape.name, f"{operation} at {placeholder.user_line()}", generator))
 
 
 def _put_back(guard: GeneratorGuard, tape: Tape) -> None:
     """After a failed replay without hooks the generators are as before."""
-    if not tape.hooks:
+    moved = None if tape.hooks else guard.moved()
+    if moved is not None and not shared_with_threads(moved):
         guard.put_back()
 
 
