@@ -353,13 +353,23 @@ class TestSavedTensorsHooks:
         pair = (lambda t: t.clone(), lambda t: t)
         compare(body, [x], options={"saved_tensors_hooks": pair}, engine=engine)
 
-    def test_hooks_two_outputs_of_one_storage(self, engine: EagerEngine, x: Tensor) -> None:
+    @pytest.mark.parametrize("announced", [False, True])
+    @pytest.mark.parametrize("op", [lambda t: torch.hypot(t, t + 2), lambda t: t * 2, torch.relu])
+    @pytest.mark.parametrize("which", [0, 1])
+    def test_hooks_two_outputs_of_one_storage(
+        self, engine: EagerEngine, x: Tensor, op: Callable[[Tensor], Tensor], which: int, announced: bool
+    ) -> None:
+        """Recomputed code reads one of them; a RECOMPUTE region may be given both and read neither."""
+
         def twice(t: Tensor) -> tuple[Tensor, Tensor]:
-            t = torch.hypot(t, t + 2)
+            t = op(t)
             return t, t.reshape(4, 6)
 
         def body(unused: Tensor, t: Tensor) -> Tensor:
-            return F.gelu(remat.region(twice, "twice", recompute=False)(t)[1])
+            both = remat.region(twice, "twice", recompute=False)(t)
+            if announced:
+                remat.region(lambda one, pair: None, "nothing", recompute=True)(both[1], both)
+            return F.gelu(both[which]) * both[which]
 
         pair = (lambda t: t.clone(), lambda t: t)
         compare(body, [x.detach(), x], options={"saved_tensors_hooks": pair}, engine=engine, calls=5)

@@ -112,6 +112,7 @@ class Observer(TorchDispatchMode):
         self._declared: set[tuple[int, int]] = set()
         self._rebuild_arguments: dict[int, set[int]] = {}
         self._kept: dict[int, set[int]] = {}  # region -> storages that its own saves keep
+        self._output_keys: dict[tuple[int, int], set[int]] = {}  # (region, leaf) -> storages, also once hooks packed it
         self._makers: dict[tuple[str, int], int] = {}  # autograd node of an output -> graph node
         self._overwritten: dict[int, int] = {}  # a SAVE region modified another's output: node after -> node before
         self.random: str | None = None
@@ -203,7 +204,8 @@ class Observer(TorchDispatchMode):
 
     def _region_output(self, region: Region, index: int, position: int, leaf: Tensor) -> None:
         output = region.outputs[position]
-        for key in storage_keys(leaf):
+        keys = self._output_keys[index, position] = set(storage_keys(leaf))
+        for key in keys:
             if key not in self._writer:
                 node = self._add(_OUTPUT, (), (index, position))
                 self._own(leaf, node, overwrite=True)
@@ -413,7 +415,7 @@ class Observer(TorchDispatchMode):
         return shells
 
     def _step(self, index: int, region: Region, keep: set[int], shells: set[int], readers: dict[int, str]) -> Step:
-        shared = _with_siblings(region, keep)
+        shared = self._with_siblings(index, region, keep)
         changed = dict(region.changed)
         named = {
             self._nodes[node].detail: label for node, label in readers.items() if self._nodes[node].kind == _OUTPUT
@@ -435,6 +437,17 @@ class Observer(TorchDispatchMode):
             tuple((position, named[index, position]) for position in sorted(keep) if (index, position) in named),
         )
 
+    def _with_siblings(self, index: int, region: Region, keep: set[int]) -> set[int]:
+        """``keep`` and the outputs on the same storages, which cost nothing more."""
+        wanted = {position for position in keep if position >= 0}
+        kept = set().union(*[self._output_keys.get((index, position), ()) for position in wanted])
+        siblings = {
+            position
+            for position, output in enumerate(region.outputs)
+            if output.kind is OutputKind.KEPT and not kept.isdisjoint(self._output_keys.get((index, position), ()))
+        }
+        return keep | siblings
+
     def _free(self, index: int, region: Region, keep: set[int]) -> set[int]:
         """Outputs in memory that the region's own saves keep."""
         saved = self._kept.get(index, set())
@@ -442,7 +455,7 @@ class Observer(TorchDispatchMode):
             position
             for position, output in enumerate(region.outputs)
             if output.kind is OutputKind.KEPT and position not in keep and not output.cloned
-            if (keys := _data_keys(output)) and saved.issuperset(keys)
+            if (keys := self._output_keys.get((index, position))) and saved.issuperset(keys)
         }
 
     def _slice(self, starts: list[int], readers: dict[int, str]) -> set[int]:
@@ -546,20 +559,3 @@ def _written(schema: Any, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
 
 def _shares(tensor: Tensor, keys: list[int]) -> bool:
     return any(key in keys for key in storage_keys(tensor))
-
-
-def _with_siblings(region: Region, keep: set[int]) -> set[int]:
-    """``keep`` and the outputs on the same storages, which cost nothing more."""
-    wanted = {position for position in keep if position >= 0}
-    kept_keys = {key for position in wanted for key in _data_keys(region.outputs[position])}
-    siblings = {
-        position
-        for position, output in enumerate(region.outputs)
-        if output.kind is OutputKind.KEPT
-        and (position in wanted or any(key in kept_keys for key in _data_keys(output)))
-    }
-    return siblings | {position for position in keep if position < 0}
-
-
-def _data_keys(output: Output) -> list[int]:
-    return storage_keys(output.data) if isinstance(output.data, Tensor) else []
