@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from helpers.compare import assert_same_run, compare, grad_weight, run_once
 from helpers.engine import EagerEngine
-from helpers.events import under
+from helpers.events import Hidden, under
 from helpers.hooks import ContextVariable, DefaultGenerator, generator_hooks
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
@@ -66,7 +66,7 @@ class TestP1RandomNumbers:
     @pytest.mark.parametrize("policy", ["-", "R"])
     def test_p1_refused_when_it_first_happens_in_step_three(self, engine: EagerEngine, x: Tensor, policy: str) -> None:
         """The body was seen without random numbers; later, with the same code and regions, it draws some."""
-        state = {"p": 0.0}
+        state = Hidden({"p": 0.0})
 
         def maybe(t: Tensor) -> Tensor:
             return F.dropout(t, state["p"]) if state["p"] else t

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 import torch.utils.checkpoint
 from helpers.compare import compare, grad_weight
 from helpers.engine import EagerEngine
-from helpers.events import under
+from helpers.events import Hidden, under
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -221,7 +221,7 @@ class TestP1ChangedSurroundings:
 
     def test_p1_draws_in_a_fork_of_the_generator(self, engine: EagerEngine, x: Tensor) -> None:
         """``fork_rng`` puts the generator back, so its state tells nothing; the draws start in the third step."""
-        state = {"draws": False}
+        state = Hidden({"draws": False})
 
         def body(t: Tensor) -> Tensor:
             hidden = torch.sin(t)

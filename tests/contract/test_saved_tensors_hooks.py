@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from helpers.compare import compare
 from helpers.engine import EagerEngine
+from helpers.events import Hidden
 from torch import Tensor
 
 import torch_remat as remat
@@ -310,7 +311,7 @@ class TestSavedTensorsHooks:
 
     def test_hooks_payload_of_an_earlier_version_is_not_reused(self, engine: EagerEngine, x: Tensor) -> None:
         """A region saves its argument, then changes it: what replay reads is the changed one, on every path."""
-        policy = {"first": True}
+        policy = Hidden({"first": True})
 
         def changes(t: Tensor) -> None:
             F.layer_norm(t, (6,))

@@ -10,6 +10,10 @@ import torch
 import torch_remat as remat
 
 
+class Hidden(dict[str, Any]):
+    """Switches that a body reads unseen by the runtime: not a plain dict, whose entries it would look at."""
+
+
 def under(letter: str, function: Callable[..., Any], name: str) -> Callable[..., Any]:
     """``function`` as a region called ``name``: S is SAVE, R is RECOMPUTE, - no region at all."""
     return function if letter == "-" else remat.region(function, name, recompute=letter == "R")
