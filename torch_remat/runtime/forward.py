@@ -80,6 +80,7 @@ class ForwardFrame(Frame):
         self.input_ids = {id(leaf) for leaf in leaves if isinstance(leaf, Tensor)}
         self.open_saves: list[RegionSaves] = []
         self.hooks = tape.hooks
+        self.lost: str | None = None  # a SAVE region whose change of an argument replay could not repeat
         self.known = registry.known(key)
         self.plans: list[Plan] = []
         self.observer: Observer | None = None
@@ -151,6 +152,13 @@ class ForwardFrame(Frame):
         """No plan fits this call: keep what was dropped so far and is still alive."""
         self.plans = []
         for record in self.tape.order:
+            for index, reference, version in record.dropped:
+                tensor = reference()
+                if tensor is None or version_of(tensor) != version:
+                    self.lost = record.name
+                else:
+                    SaveOutputs(self, record, None, None, None).keep_changed(index, tensor)
+            record.dropped = []
             for output in record.outputs:
                 output.shell = False
                 if output.kind is OutputKind.PLACEHOLDER and output.data is not None:
@@ -342,6 +350,13 @@ class ForwardFrame(Frame):
     def _check_versions(self) -> None:
         """What replay will read must still be what it was when the body got or made it."""
         tape = self.tape
+        if self.lost is not None:
+            raise ModifiedError(
+                f"Region {display_name(tape.name, self.lost)} modified an argument in place, and the body then took a "
+                f"path that "
+                f"it had not taken before, on which replay may read that argument; its value is gone.\n"
+                f"To fix: call the checkpoint again, the path is known now; or work on a .clone() inside the region."
+            )
         for index, output in enumerate(tape.inputs):
             if (
                 output.kind is OutputKind.KEPT

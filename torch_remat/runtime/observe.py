@@ -363,7 +363,9 @@ class Observer(TorchDispatchMode):
                 keep.setdefault(detail[0], set()).add(detail[1])
             elif kind == _INPUT:
                 inputs.update(detail)
-        for region_index, position in self._declared if alive else ():
+        for region_index, position in self._declared:
+            if not alive and position >= 0:
+                continue  # what a region changed is kept all the same: another path after it may read it
             keep.setdefault(region_index, set()).add(position)
         shells = self._shells(needed, keep)
         steps = tuple(

@@ -58,7 +58,13 @@ class SaveOutputs:
                 True  # replay must come past here, to notice what was saved before and changed now
             )
         if step is None or -1 - index in step.keep or index not in step.changed:
-            self._record.changed.append((index, self._kept(argument, -1 - index)))
+            self.keep_changed(index, argument)
+        else:
+            self._record.dropped.append((index, weakref.ref(argument), version_of(argument)))
+
+    def keep_changed(self, index: int, argument: Tensor) -> None:
+        """Persist what the region left in leaf ``index`` of its arguments."""
+        self._record.changed.append((index, self._kept(argument, -1 - index)))
 
     def add_result(self, result: Any, arguments: list[Any]) -> list[Any]:
         """Record what the region returned; returns the leaves of ``result``."""

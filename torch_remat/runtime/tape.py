@@ -147,7 +147,18 @@ class Output:
 class Region:
     """What forward records of one region call."""
 
-    __slots__ = ("changed", "error", "exit_states", "name", "outputs", "rebuilds", "recompute", "slots_before", "spec")
+    __slots__ = (
+        "changed",
+        "dropped",
+        "error",
+        "exit_states",
+        "name",
+        "outputs",
+        "rebuilds",
+        "recompute",
+        "slots_before",
+        "spec",
+    )
 
     def __init__(self, name: str, recompute: bool, slots_before: int) -> None:
         self.name = name
@@ -158,6 +169,7 @@ class Region:
         self.changed: list[
             tuple[int, Output]
         ] = []  # leaves of the arguments that the body modified in place, as it left them
+        self.dropped: list[tuple[int, weakref.ref[Tensor], int]] = []  # those that the plan does not need, with version
         self.rebuilds: list[tuple[weakref.ref[Slot], int, Any]] = []  # slot, leaf of the arguments, view geometry
         self.error: BaseException | None = None  # what the body of a SAVE region raised
         self.exit_states: list[tuple[Any, Any]] = []  # state hooks and what they were when the region returned
