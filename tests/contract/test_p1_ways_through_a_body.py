@@ -10,7 +10,7 @@ import pytest
 import torch
 from helpers.compare import assert_same_run, compare, run_once
 from helpers.engine import EagerEngine
-from helpers.events import under
+from helpers.events import Hidden, under
 from torch import Tensor
 
 import torch_remat as remat
@@ -22,11 +22,17 @@ def save(function: Callable[..., Any], name: str) -> Callable[..., Any]:
     return remat.region(function, name, recompute=False)
 
 
+# A known fault: the runtime has learned another program for this path, or none, and does not see the change.
+ACCEPTED_WHERE_EAGER_REFUSES = pytest.mark.xfail(
+    reason="an unlearned in-place change of a saved tensor is accepted; eager refuses it", strict=True
+)
+
+
 class TestP1Ways:
     """Policies, operations and in-place code that change from call to call."""
 
     def test_p1_policy_changes_between_calls(self, engine: EagerEngine, x: Tensor) -> None:
-        policy = {"a": "S", "b": "S", "c": "S"}
+        policy = Hidden({"a": "S", "b": "S", "c": "S"})
 
         def body(t: Tensor) -> Tensor:
             t = under(policy["a"], lambda u: u * 3, "a")(t)
@@ -39,7 +45,7 @@ class TestP1Ways:
 
     def test_p1_replay_never_writes_into_what_the_user_holds(self, engine: EagerEngine, x: Tensor) -> None:
         """A SAVE output is returned, and a region changes it in place under a policy that changes between calls."""
-        policy = {"b": "S"}
+        policy = Hidden({"b": "S"})
 
         def body(t: Tensor) -> tuple[Tensor, Tensor]:
             hidden = save(lambda u: u * 1.25, "a")(t)
@@ -60,20 +66,19 @@ class TestP1Ways:
     @pytest.mark.parametrize(
         "tail",
         [
-            lambda h: h.detach().mul_(2),
-            lambda h: h.mul_(2),
-            lambda h: save(lambda u: u.mul_(2), "late")(h),
-            lambda h: save(lambda u: u.detach().mul_(2), "late")(h),
-            lambda h: h[0].zero_(),
+            pytest.param(lambda h: h.detach().mul_(2), id="detached", marks=ACCEPTED_WHERE_EAGER_REFUSES),
+            pytest.param(lambda h: h.mul_(2), id="bare", marks=ACCEPTED_WHERE_EAGER_REFUSES),
+            pytest.param(lambda h: save(lambda u: u.mul_(2), "late")(h), id="save"),
+            pytest.param(lambda h: save(lambda u: u.detach().mul_(2), "late")(h), id="save detached"),
+            pytest.param(lambda h: h[0].zero_(), id="row", marks=ACCEPTED_WHERE_EAGER_REFUSES),
         ],
-        ids=["detached", "bare", "save", "save detached", "row"],
     )
     @pytest.mark.parametrize("head", [torch.relu, torch.sigmoid, lambda t: t * t.detach()])
     def test_p1_late_change_that_starts_in_a_later_call(
         self, engine: EagerEngine, x: Tensor, head: Callable[[Tensor], Tensor], tail: Callable[[Tensor], Any]
     ) -> None:
         """After the last thing that backward needs, a saved tensor is changed: eager refuses, in whatever call."""
-        state = {"changes": False}
+        state = Hidden({"changes": False})
 
         def body(t: Tensor) -> Tensor:
             hidden = head(t * 1)
@@ -117,9 +122,10 @@ class TestP1Ways:
                 with pytest.raises(RuntimeError, match="modified"):
                     engine.backward([call(x).sum()])
 
+    @ACCEPTED_WHERE_EAGER_REFUSES
     def test_p1_region_changes_a_closed_over_save_on_a_new_path(self, engine: EagerEngine, x: Tensor) -> None:
         """``tanh`` saved its output; a region whose policy changes between calls writes into it: eager refuses."""
-        policy = {"late": "R"}
+        policy = Hidden({"late": "R"})
 
         def body(t: Tensor) -> Tensor:
             hidden = torch.tanh(t)
@@ -131,9 +137,36 @@ class TestP1Ways:
             with pytest.raises(RuntimeError, match="modified"):
                 engine.backward([call(x).sum()])
 
+    @pytest.mark.parametrize("returns", ["argument", "view", "other", "nothing"])
+    @pytest.mark.parametrize("change", [lambda a, b: b.copy_(a * 0.5), lambda a, b: b[:2].add_(a[:2]), torch.add])
+    def test_p1_region_changes_and_returns_its_argument_on_a_new_path(
+        self, engine: EagerEngine, x: Tensor, change: Callable[[Tensor, Tensor], Any], returns: str
+    ) -> None:
+        policy = Hidden({"last": "S"})
+
+        def fill(a: Tensor, b: Tensor) -> Tensor | None:
+            change(a, b)
+            return {"argument": b, "view": b[1:], "other": a * 2, "nothing": None}[returns]
+
+        def body(t: Tensor) -> Tensor:
+            hidden = t * 1.25
+            result = save(fill, "fill")(hidden.clone(), hidden)
+            source = hidden if result is None else result
+            return under(policy["last"], lambda u: u.cumsum(-1).tanh(), "last")(source)
+
+        call = engine.checkpoint(body)
+        for letter in "SSRR-SR-":
+            policy["last"] = letter
+            expected = run_once(body, [x])
+            actual = run_once(call, [x], catch=(RematError,))
+            if actual.error is None:
+                assert_same_run(expected, actual, f"policy {letter}")
+            else:
+                assert actual.failed_in == "forward"
+
     def test_p1_own_generator_that_draws_from_the_third_call_on(self, engine: EagerEngine, x: Tensor) -> None:
         generator = torch.Generator()
-        state = {"draws": False}
+        state = Hidden({"draws": False})
 
         def body(t: Tensor) -> Tensor:
             hidden = torch.sin(t)
