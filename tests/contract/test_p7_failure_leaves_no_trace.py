@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 import torch_remat as remat
+from torch_remat.errors import RandomStateError
 
 VARIABLE: contextvars.ContextVar[float] = contextvars.ContextVar("variable", default=1.0)
 
@@ -305,3 +306,48 @@ class FailingHook:
 
     def restore(self, state: int) -> None:
         self._count("restore")
+
+
+class TestP7NothingOfAFailedReplayIsUsed:
+    """What a failed replay has filled may be wrong: a retried backward makes it again."""
+
+    def test_p7_values_of_a_replay_that_raised_halfway(self, engine: EagerEngine, x: Tensor) -> None:
+        class Switch:
+            drifts = False
+
+        def body(t: Tensor) -> Tensor:
+            h = torch.sin(t)
+            if remat.is_recomputing() and Switch.drifts:
+                h = h * 2
+            h = torch.exp(h)
+            if remat.is_recomputing() and Switch.drifts:
+                raise ValueError("planted")
+            return torch.tanh(h)
+
+        expected = torch.autograd.grad(body(x).sum(), x)[0]
+        for _ in range(3):
+            output = engine.checkpoint(body)(x)
+            Switch.drifts = True
+            with pytest.raises(ValueError, match="planted"):
+                torch.autograd.grad(output.sum(), x)
+            Switch.drifts = False
+            assert torch.equal(torch.autograd.grad(output.sum(), x)[0], expected)
+
+    def test_p7_random_numbers_refused_at_the_end_of_replay_are_refused_again(
+        self, engine: EagerEngine, x: Tensor, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        class Switch:
+            draws = False
+
+        def body(t: Tensor) -> Tensor:
+            h = torch.sin(t)
+            return torch.exp(h + torch.rand(h.shape, dtype=h.dtype) if Switch.draws else h + 1)
+
+        monkeypatch.setattr("torch_remat.runtime.replay.shared_with_threads", lambda generator: False)
+        call = engine.checkpoint(body)
+        engine.backward([call(x).sum()])
+        Switch.draws = True
+        output = call(x)
+        for _ in range(3):
+            with pytest.raises(RandomStateError, match="GeneratorHook"):
+                torch.autograd.grad(output.sum(), x)

@@ -86,7 +86,7 @@ def _account(tape: Tape, slot: Slot) -> None:
     if _graph_task_id() == -1:
         slot.tensor = None
     elif not _leaves_filled(tape):
-        _handed.add(slot)
+        _of_thread.handed.add(slot)
 
 
 def _resident(payload: Any) -> Tensor:
@@ -124,7 +124,11 @@ def _ensure_filled(tape: Tape) -> None:
         unfilled = 0 if tape.released else tape.unfilled()
         if not unfilled:
             return
-        replay(tape, unfilled)
+        try:
+            replay(tape, unfilled)
+        except BaseException:
+            tape.empty_slots()  # what the failed replay filled may be wrong, and can be made again
+            raise
         if tape.complete and _graph_task_id() != -1 and _leaves_filled(tape):
             tape.release()
 
@@ -165,7 +169,7 @@ def _leaves_work(tape: Tape) -> bool:
     return False
 
 
-class _Handed(threading.local):
+class _Handed:
     """Slots whose tensors the present node has been given; they are let go when another node asks, or the task ends.
 
     A node may read its saved tensors more than once, so the first read cannot be the last use.
@@ -200,4 +204,11 @@ class _Handed(threading.local):
         self._slots.clear()
 
 
-_handed = _Handed()
+class _OfThread(threading.local):
+    """Each thread hands out on its own. The end of a task may be told in another one: the state itself is no local."""
+
+    def __init__(self) -> None:
+        self.handed = _Handed()
+
+
+_of_thread = _OfThread()

@@ -6,7 +6,7 @@ Rules:
     tape, what it raised is raised again, and the state hooks are set to its exit.
  3. Replay ends at the last living slot, unless the plan needs the tail.
  4. Nothing is consumed: inputs, records and states stay on the tape until backward releases it, so a failed replay can
-    be retried.
+    be retried; what it had filled is emptied.
 """
 
 from __future__ import annotations

@@ -258,6 +258,11 @@ class Tape:
                 if slot is not None:
                     yield slot
 
+    def empty_slots(self) -> None:
+        """Forget everything that replays have made so far."""
+        for slot in self.living_slots():
+            slot.tensor = None
+
     def unfilled(self) -> int:
         """How many living slots wait for a tensor."""
         count = 0
