@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+import torch.utils.checkpoint
 from helpers.compare import compare
 from helpers.engine import EagerEngine
 from helpers.events import Hidden
@@ -375,6 +377,32 @@ class TestSavedTensorsHooks:
         pair = (lambda t: t.clone(), lambda t: t)
         compare(body, [x.detach(), x], options={"saved_tensors_hooks": pair}, engine=engine, calls=5)
         compare(body, [x, x], options={"saved_tensors_hooks": pair}, engine=engine, calls=5)
+
+    def test_hooks_value_saved_and_persisted_is_unpacked_once_in_a_backward(
+        self, engine: EagerEngine, x: Tensor
+    ) -> None:
+        """``exp`` saves its own output and replay reads it: hooks that allow one unpack, as those of torch do, work."""
+        unpacked: list[int] = []
+
+        def unpack(payload: tuple[int, Tensor]) -> Tensor:
+            unpacked.append(payload[0])
+            return payload[1]
+
+        counter = itertools.count()
+
+        def body(t: Tensor) -> Tensor:
+            return torch.sin(remat.region(torch.exp, "exp", recompute=False)(torch.tanh(t)))
+
+        call = engine.checkpoint(body, saved_tensors_hooks=(lambda t: (next(counter), t.clone()), unpack))
+        expected = torch.autograd.grad(body(x).sum(), x)[0]
+        for _ in range(3):
+            output = call(x)
+            for retain in (True, False):
+                unpacked.clear()
+                assert torch.equal(torch.autograd.grad(output.sum(), x, retain_graph=retain)[0], expected)
+                assert len(unpacked) == len(set(unpacked)) > 0
+            nested = torch.utils.checkpoint.checkpoint(engine.checkpoint(body), x, use_reentrant=False)
+            assert torch.equal(torch.autograd.grad(nested.sum(), x)[0], expected)
 
     def test_hooks_value_saved_and_persisted_is_packed_once(self, engine: EagerEngine, x: Tensor) -> None:
         """``exp`` saves its own output and replay reads it: one offload, not two."""

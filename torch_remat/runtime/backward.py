@@ -98,6 +98,9 @@ def _resident(payload: Any) -> Tensor:
     if type(payload) is Packed:
         if version_of(payload.probe) != payload.version:
             raise _modified(payload.label)
+        if payload.ready is not None:
+            tensor, payload.ready = payload.ready, None
+            return tensor
         return call_unpack(
             HookPair(_no_pack, payload.unpack), payload.payload, f"a saved tensor of region {payload.label[1]}"
         )

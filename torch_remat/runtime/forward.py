@@ -36,6 +36,7 @@ from torch_remat.runtime.hooks import (
     pop_hooks,
     push_hooks,
     top_hooks,
+    unpack_shared,
 )
 from torch_remat.runtime.host_reads import HostReads
 from torch_remat.runtime.observe import Observer, storage_keys
@@ -229,11 +230,11 @@ class ForwardFrame(Frame):
         output.stride = stride_of(tensor)
         shared = None if output.cloned or saves is None else saves.packed_twin(tensor)
         if shared is not None:
-            output.data = shared
+            output.data, output.unpack = shared, unpack_shared
         else:
             output.data = call_pack(pair, tensor, SavedTensorKind.SAVE_OUTPUT, context)
+            output.unpack = pair.unpack
         output.version = (output.version, None if output.cloned else version_probe(tensor))
-        output.unpack = pair.unpack
 
     def enter_checkpoint(self, hooks: tuple[Any, ...]) -> tuple[Any, ...]:
         """A checkpoint with these state hooks starts inside this body; returns what :meth:`leave_checkpoint` gets."""

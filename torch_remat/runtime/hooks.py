@@ -32,6 +32,7 @@ __all__ = [
     "push_hooks",
     "saved_tensors_hooks",
     "top_hooks",
+    "unpack_shared",
 ]
 
 push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
@@ -97,6 +98,12 @@ def call_pack(pair: HookPair, tensor: Tensor, kind: SavedTensorKind, context: ob
         return pair.pack(tensor)
     finally:
         _info.reset(token)
+
+
+def unpack_shared(packed: Any) -> Any:
+    """Unpack for replay what a save has packed; the save finds it ready: the hook unpacks once in a backward."""
+    packed.ready = packed.unpack(packed.payload)
+    return packed.ready
 
 
 def call_unpack(pair: HookPair, payload: Any, what: str) -> Tensor:

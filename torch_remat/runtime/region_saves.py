@@ -50,7 +50,7 @@ class RegionSaves:
         self._saved = 0
         self._checkpoint = frame.tape.name
         self._record_name = record.name
-        self._packed: list[tuple[Any, Any, WeakStorage]] = []  # geometry, payload, identity of the storage
+        self._packed: list[tuple[Any, Packed, WeakStorage]] = []  # geometry, payload, identity of the storage
         self._targets = [
             (index, leaf, versions[index])
             for index, leaf in enumerate(leaves)
@@ -94,9 +94,10 @@ class RegionSaves:
             return kept
         detached = tensor.detach()
         payload = call_pack(self._pair, detached, SavedTensorKind.BACKWARD, self._pair.capture())
+        packed = Packed(payload, self._pair.unpack, version_probe(tensor), label)
         if type(tensor) in _PLAIN:
-            self._packed.append((_geometry(detached), payload, WeakStorage(detached.untyped_storage())))
-        return Packed(payload, self._pair.unpack, version_probe(tensor), label)
+            self._packed.append((_geometry(detached), packed, WeakStorage(detached.untyped_storage())))
+        return packed
 
     def close(self) -> None:
         """The region has returned. Autograd keeps the pack hook beside what it packed: let it hold no tensor."""
@@ -125,12 +126,12 @@ class RegionSaves:
                 return reference if kept.tensor.dtype is tensor.dtype else None
         return None
 
-    def packed_twin(self, tensor: Tensor) -> Any:
+    def packed_twin(self, tensor: Tensor) -> Packed | None:
         """The payload of a save with the same memory and geometry as ``tensor``, if this region packed one."""
         if type(tensor) not in _PLAIN:
             return None
         wanted = _geometry(tensor)
-        return next((payload for geometry, payload, _ in self._packed if geometry == wanted), None)
+        return next((packed for geometry, packed, _ in self._packed if geometry == wanted), None)
 
     def _find(self, tensor: Tensor) -> tuple[int, Tensor, Any] | None:
         """The argument whose memory ``tensor`` lies in, and how to make it from that: rule 2."""

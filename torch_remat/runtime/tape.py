@@ -92,11 +92,12 @@ class Packed:
     ``probe`` shares the version counter of the tensor, not its memory.
     """
 
-    __slots__ = ("label", "payload", "probe", "unpack", "version")
+    __slots__ = ("label", "payload", "probe", "ready", "unpack", "version")
 
     def __init__(self, payload: Any, unpack: Callable[[Any], Any], probe: Tensor, label: Any) -> None:
         self.payload = payload
         self.unpack = unpack
+        self.ready: Any = None  # unpacked for replay already, which reads the same value; until the save asks for it
         self.probe = probe
         self.version = version_of(probe)
         self.label = label
