@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from torch_remat.errors import InvalidTypeError, InvalidValueError, UnsupportedError
+from torch_remat.runtime import events
 from torch_remat.runtime.backward import Trigger, unpacker
 from torch_remat.runtime.dynamo import eager_only
 from torch_remat.runtime.forward import ForwardFrame, early_stop_allowed, run_forward
@@ -187,6 +188,8 @@ def _call(options: _Options, function: Callable[..., Any], args: tuple[Any, ...]
         frame.close()
     if frame.slots or tape.order:
         _register(tape, outputs)
+    if events.forward_ended.listeners:
+        events.forward_ended(tape)
     return result
 
 

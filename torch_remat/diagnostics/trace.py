@@ -6,10 +6,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
 from torch_remat.errors import InvalidValueError, UsageError
-from torch_remat.runtime import events
+from torch_remat.runtime.events import region_started
+from torch_remat.runtime.tape import Region, Tape
 
 __all__ = ["Trace", "TraceEntry", "collect_trace", "trace_scope"]
 
@@ -54,10 +55,9 @@ class Trace:
 _level: ContextVar[list[TraceEntry] | None] = ContextVar("torch_remat_trace", default=None)
 
 
-def _listen(kind: str, *details: Any) -> None:
+def _listen(tape: Tape, record: Region) -> None:
     level = _level.get()
-    if level is not None and kind == "region":
-        tape, record = details
+    if level is not None:
         level.append(TraceEntry(record.name, "recompute" if record.recompute else "save", tape.name))
 
 
@@ -70,11 +70,11 @@ def collect_trace() -> Iterator[Trace]:
     """
     trace = Trace()
     token = _level.set(trace.entries)
-    events.subscribe(_listen)
+    region_started.subscribe(_listen)
     try:
         yield trace
     finally:
-        events.unsubscribe(_listen)
+        region_started.unsubscribe(_listen)
         _level.reset(token)
 
 

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from torch_remat.errors import InternalError, ModifiedError, display_name
+from torch_remat.runtime import events
 from torch_remat.runtime.hooks import HookPair, call_unpack
 from torch_remat.runtime.replay import replay
 from torch_remat.runtime.tape import Kept, Packed, Slot, Tape, version_of
@@ -46,6 +47,8 @@ class Trigger:
         """Replay, unless nothing is left to fill."""
         tape = self._tape()
         if tape is not None and not tape.released:
+            if events.backward_reached.listeners:
+                events.backward_reached(tape)
             _ensure_filled(tape)
 
 
@@ -57,6 +60,8 @@ def unpacker(tape: Tape) -> Any:
             return _resident(payload)
         tensor = payload.tensor
         if tensor is None:
+            if events.backward_reached.listeners:
+                events.backward_reached(tape)
             _ensure_filled(tape)
             tensor = payload.tensor
             if tensor is None:
@@ -127,11 +132,17 @@ def _ensure_filled(tape: Tape) -> None:
         unfilled = 0 if tape.released else tape.unfilled()
         if not unfilled:
             return
+        if events.replay_started.listeners:
+            events.replay_started(tape)
         try:
             replay(tape, unfilled)
-        except BaseException:
+        except BaseException as error:
             tape.empty_slots()  # what the failed replay filled may be wrong, and can be made again
+            if events.replay_ended.listeners:
+                events.replay_ended(tape, error)
             raise
+        if events.replay_ended.listeners:
+            events.replay_ended(tape, None)
         if tape.complete and _graph_task_id() != -1 and _leaves_filled(tape):
             tape.release()
 

@@ -1,7 +1,4 @@
-"""What the core tells whoever listens. With no subscriber an event costs one ``if``.
-
-Kinds: ``("region", tape, record)`` when a region call starts in forward.
-"""
+"""What the core tells whoever listens. With no listener an event costs one ``if``."""
 
 from __future__ import annotations
 
@@ -9,31 +6,60 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["emit", "subscribe", "subscribers", "unsubscribe"]
+__all__ = [
+    "Event",
+    "backward_reached",
+    "body_learned",
+    "forward_ended",
+    "region_started",
+    "replay_ended",
+    "replay_started",
+]
 
-subscribers: list[Callable[..., None]] = []
-_counts: dict[Callable[..., None], int] = {}
 _lock = threading.Lock()
 
 
-def subscribe(listener: Callable[..., None]) -> None:
-    """Call ``listener(kind, *details)`` for every event, in whatever thread it happens. Counted: undo each call."""
-    with _lock:
-        _counts[listener] = _counts.get(listener, 0) + 1
-        if listener not in subscribers:
-            subscribers.append(listener)
+class Event:
+    """A list of listeners, each called with what the event is about, in whatever thread it happens.
+
+    The code that emits asks ``if event.listeners:`` first. What a listener raises goes through to the caller.
+    """
+
+    __slots__ = ("_counts", "listeners")
+
+    def __init__(self) -> None:
+        self.listeners: tuple[Callable[..., None], ...] = ()
+        self._counts: dict[Callable[..., None], int] = {}
+
+    def __call__(self, *details: Any) -> None:
+        """Tell every listener."""
+        for listener in self.listeners:
+            listener(*details)
+
+    def subscribe(self, listener: Callable[..., None]) -> None:
+        """Call ``listener`` from now on. Counted: undo each call."""
+        with _lock:
+            self._counts[listener] = self._counts.get(listener, 0) + 1
+            self.listeners = tuple(self._counts)
+
+    def unsubscribe(self, listener: Callable[..., None]) -> None:
+        """Undo one :meth:`subscribe`."""
+        with _lock:
+            self._counts[listener] -= 1
+            if not self._counts[listener]:
+                del self._counts[listener]
+            self.listeners = tuple(self._counts)
 
 
-def unsubscribe(listener: Callable[..., None]) -> None:
-    """Undo one :func:`subscribe`."""
-    with _lock:
-        _counts[listener] -= 1
-        if not _counts[listener]:
-            del _counts[listener]
-            subscribers.remove(listener)
-
-
-def emit(kind: str, *details: Any) -> None:
-    """Tell every subscriber."""
-    for listener in tuple(subscribers):
-        listener(kind, *details)
+region_started = Event()
+"""``(tape, record)``: a region call starts in forward."""
+body_learned = Event()
+"""``(tape, plan)``: forward was observed and has ended; ``plan`` is what was learned. Before :data:`forward_ended`."""
+forward_ended = Event()
+"""``(tape,)``: the body has returned, and what the checkpoint keeps is settled."""
+backward_reached = Event()
+"""``(tape,)``: backward is about to enter the block, with or without something to replay. May come repeatedly."""
+replay_started = Event()
+"""``(tape,)``: before the body runs again."""
+replay_ended = Event()
+"""``(tape, error)``: after the body ran again; ``error`` is None, or what replay raises."""

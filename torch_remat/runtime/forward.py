@@ -115,8 +115,8 @@ class ForwardFrame(Frame):
         step = self._next_step(record)
         tape.regions[name] = record
         tape.order.append(record)
-        if events.subscribers:
-            events.emit("region", tape, record)
+        if events.region_started.listeners:
+            events.region_started(tape, record)
         if recompute:
             if self.observer is not None and self.pair is not None:
                 self._pack_arguments(args, kwargs)
@@ -315,6 +315,8 @@ class ForwardFrame(Frame):
             for record, step in zip(tape.order, plan.steps, strict=True):
                 self._drop_unneeded(record, step)
             self.known.learn(plan)
+            if events.body_learned.listeners:
+                events.body_learned(tape, plan)
             return plan
         count, regions = len(self.slots), len(tape.order)
         for plan in self.plans:
