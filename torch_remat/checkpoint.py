@@ -160,7 +160,7 @@ class Checkpointed(Generic[P, R]):
 @eager_only("torch_remat.checkpoint is not supported under torch.compile yet. To fix: compile what it wraps.")
 def _call(options: _Options, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     outer = current_frame.get()
-    if outer is not None:
+    if outer is not None and outer.checkpoint_frame is None:
         return _joined(outer, options, function, args, kwargs)
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
@@ -176,7 +176,8 @@ def _call(options: _Options, function: Callable[..., Any], args: tuple[Any, ...]
         tape.states = [hook.snapshot() for hook in options.hooks]
     if _sequence_nr is not None:
         tape.first_sequence_nr = _sequence_nr()
-    frame = ForwardFrame(tape, tape.key, leaves, pair, options.check, unpacker(tape))
+    frame_type = ForwardFrame if outer is None else outer.checkpoint_frame
+    frame = frame_type(tape, tape.key, leaves, pair, options.check, unpacker(tape))
     try:
         result = run_forward(frame, function, args, kwargs)
         outputs: list[Any] = [result]

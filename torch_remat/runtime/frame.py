@@ -18,6 +18,8 @@ class Frame:
     """One pass over a body. Subclasses are the two passes; see ``forward.py`` and ``replay.py``."""
 
     replaying = False
+    checkpoint_frame: Any = None
+    """Set where a checkpoint called under this frame is one of its own, with a forward frame of this class."""
 
     def __init__(self, tape: Tape) -> None:
         self.tape = tape

@@ -27,7 +27,7 @@ from torch_remat.runtime import externals
 from torch_remat.runtime.generators import HostRandom, covered, drawing, is_default, random_message
 from torch_remat.runtime.placeholder import METADATA_ONLY, inner_tensors, user_line
 from torch_remat.runtime.plan import Plan, Step
-from torch_remat.runtime.tape import Output, OutputKind, Region, Slot, Tape, WeakStorage
+from torch_remat.runtime.tape import Kept, Output, OutputKind, Region, Slot, Tape, WeakStorage
 
 __all__ = ["Observer", "laid_out", "private_copy", "storage_keys", "tensors_in"]
 
@@ -146,8 +146,11 @@ class Observer(TorchDispatchMode):
         for key in storage_keys(tensor):
             self._events.append(_Event(slot, self._writer.get(key), self._region_start, key))
 
-    def kept(self, region_index: int, tensor: Tensor) -> None:
-        """The SAVE region keeps ``tensor`` for its backward."""
+    def packed(self, region_index: int, tensor: Tensor) -> None:
+        """A hook pair is about to pack what the SAVE region saves for its backward."""
+
+    def kept(self, region_index: int, tensor: Tensor, payload: weakref.ref[Kept]) -> None:
+        """The SAVE region keeps ``tensor`` for its backward, as ``payload``."""
         self._kept.setdefault(region_index, set()).update(storage_keys(tensor))
 
     def is_recomputed(self, tensor: Tensor) -> bool:

@@ -87,11 +87,14 @@ class RegionSaves:
         if is_weight:
             return Kept(tensor if tensor is base else tensor.detach(), label)
         if self._pair is None:
-            if self._observer is not None:
-                self._observer.kept(self._index, tensor)
             kept = Kept(tensor.detach() if tensor.requires_grad else tensor, label)
-            self.kept.append(weakref.ref(kept))
+            reference = weakref.ref(kept)
+            self.kept.append(reference)
+            if self._observer is not None:
+                self._observer.kept(self._index, tensor, reference)
             return kept
+        if self._observer is not None:
+            self._observer.packed(self._index, tensor)
         detached = tensor.detach()
         payload = call_pack(self._pair, detached, SavedTensorKind.BACKWARD, self._pair.capture())
         packed = Packed(payload, self._pair.unpack, version_probe(tensor), label)
