@@ -76,7 +76,7 @@ def unpacker(tape: Tape) -> Any:
 
 
 def _check_version(tape: Tape, slot: Slot, tensor: Tensor) -> None:
-    if version_of(tensor) != slot.version or (slot.probe is not None and version_of(slot.probe) != slot.version):
+    if slot.is_modified():
         raise ModifiedError(
             f"One of the variables needed for gradient computation has been modified by an inplace operation: a "
             f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')} tensor that checkpoint "

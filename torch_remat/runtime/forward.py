@@ -90,6 +90,8 @@ class ForwardFrame(Frame):
             self.observer.inputs(leaves)
         else:
             self.plans = self.known.plans
+        self.ends = frozenset([plan.last for plan in self.plans])
+        self.watching = not self.plans or 0 in self.ends  # replay may not see what modifies a saved tensor from here on
 
     # --- Saves of recomputed code (rule 1)
 
@@ -97,12 +99,29 @@ class ForwardFrame(Frame):
         """Pack hook of recomputed code. The hottest function here: one call for each save."""
         if tensor.is_leaf and tensor.requires_grad and id(tensor) not in self.input_ids:
             return Kept(tensor, (self.tape.name, None, 0))
-        slot = Slot((tensor.shape, tensor.dtype, tensor.device) if self.check else None, tensor._version)
+        expected = (tensor.shape, tensor.dtype, tensor.device) if self.check else None
+        slot = Slot(expected, tensor._version, _reference(tensor))
         reference = _reference(slot)
         self.slots.append(reference)
-        if self.observer is not None:
-            self.observer.saved(reference, tensor)
+        if self.watching:
+            self.watch(slot)
+            if self.observer is not None:
+                self.observer.saved(reference, tensor)
+        elif len(self.slots) in self.ends:
+            self._watch_living()
         return slot
+
+    def watch(self, slot: Slot) -> None:
+        """Notice when what ``slot`` saved is modified by code that replay does not run; state hooks may do so."""
+        tensor = None if slot.origin is None else slot.origin()
+        if tensor is not None and (not self.hooks or tensor.requires_grad):
+            slot.watch(tensor)
+        slot.origin = None
+
+    def _watch_living(self) -> None:
+        self.watching = True
+        for slot in self.tape.living_slots():
+            self.watch(slot)
 
     # --- Regions
 
@@ -152,6 +171,7 @@ class ForwardFrame(Frame):
     def _deviated(self) -> None:
         """No plan fits this call: keep what was dropped so far and is still alive."""
         self.plans = []
+        self._watch_living()
         for record in self.tape.order:
             for index, reference, version in record.dropped:
                 tensor = reference()
@@ -306,7 +326,7 @@ class ForwardFrame(Frame):
         """An output of the checkpoint is itself saved: let its slot notice when the user modifies it."""
         slot = self.slots[position]() if position < len(self.slots) else None
         if slot is not None and leaf < len(outputs) and isinstance(outputs[leaf], Tensor):
-            slot.probe = version_probe(outputs[leaf])
+            slot.watch(outputs[leaf])
 
     def _settle(self, outputs: list[Any]) -> Plan | None:
         tape = self.tape
@@ -324,7 +344,7 @@ class ForwardFrame(Frame):
                 return plan
         self._deviated()
         steps = tuple(Step(record.name, record.recompute, record.slots_before) for record in tape.order)
-        self.known.missed(Plan(steps, count).path)
+        self.known.missed(Plan(steps, count, count).path)
         return None
 
     def _drop_unneeded(self, record: Region, step: Step) -> None:

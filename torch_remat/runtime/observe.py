@@ -385,6 +385,7 @@ class Observer(TorchDispatchMode):
         return Plan(
             steps,
             len(self._tape.slots),
+            max((count for count, slot in enumerate(self._tape.slots, 1) if slot() is not None), default=0),
             frozenset(inputs),
             to_end,
             self.random,

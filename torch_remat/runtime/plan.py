@@ -59,6 +59,8 @@ class Plan:
 
     steps: tuple[Step, ...]
     slots: int
+    last: int
+    """How many saves there are up to the last one that backward needs."""
     inputs: frozenset[int] = frozenset()
     """Leaves of the arguments that replay reads."""
     to_end: bool = False

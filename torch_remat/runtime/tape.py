@@ -13,7 +13,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
+import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -47,6 +49,7 @@ def version_of(tensor: Tensor) -> int:
         return -1
 
 
+_no_dispatch = getattr(torch._C, "_DisableTorchDispatch", contextlib.nullcontext)
 _STALE = -2  # no tensor is ever at this version
 
 
@@ -55,18 +58,29 @@ class Slot:
 
     ``tensor`` is None until replay fills it. ``expected`` is the metadata seen in forward, None when nobody checks.
     ``version`` is the version counter at the save in forward; the tensor must be at the same one when replay saves it
-    and when backward asks.
+    and when backward asks. ``origin`` is forward's tensor, weakly, until forward knows who may still modify it after
+    the part that replay runs; then ``probe`` is its version counter, and at which count it must be.
     """
 
-    __slots__ = ("__weakref__", "expected", "probe", "tensor", "version")
+    __slots__ = ("__weakref__", "expected", "origin", "probe", "tensor", "version")
 
-    def __init__(self, expected: tuple[Any, ...] | None, version: int) -> None:
+    def __init__(self, expected: tuple[Any, ...] | None, version: int, origin: weakref.ref[Tensor] | None) -> None:
         self.tensor: Tensor | None = None
         self.version = version
         self.expected = expected
-        self.probe: Tensor | None = (
-            None  # shares the version counter of an output that user code may modify after forward
-        )
+        self.origin = origin
+        self.probe: tuple[Tensor, int] | None = None
+
+    def watch(self, tensor: Tensor) -> None:
+        """See to it that a later modification of ``tensor``, which forward saved here, is noticed."""
+        if type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.is_inference():
+            self.probe = version_probe(tensor), self.version
+
+    def is_modified(self) -> bool:
+        """Whether the tensor is not as it was when it was saved."""
+        if self.probe is not None and version_of(self.probe[0]) != self.probe[1]:
+            return True
+        return self.tensor is not None and version_of(self.tensor) != self.version
 
     def fill(self, tensor: Tensor, version: int, trusted: bool) -> None:
         """Replay has made the tensor, at ``version``. Without ``trusted`` the versions of the passes do not compare."""
@@ -289,9 +303,15 @@ def version_probe(tensor: Tensor) -> Tensor:
     """An empty tensor that shares the version counter of ``tensor`` and none of its memory."""
     probe = tensor.detach()
     if type(probe) is Tensor or type(probe) is torch.nn.Parameter:
-        probe.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        probe.data = _empty(tensor.dtype, tensor.device)
         return probe
     return torch.empty(0)  # a subclass cannot give its memory away: unchecked
+
+
+@functools.cache
+def _empty(dtype: torch.dtype, device: torch.device) -> Tensor:
+    with _no_dispatch():  # whatever mode is active must not make it
+        return torch.empty(0, dtype=dtype, device=device)
 
 
 def _released(*args: Any, **kwargs: Any) -> Any:
