@@ -29,7 +29,7 @@ from torch_remat.runtime.placeholder import METADATA_ONLY, inner_tensors, user_l
 from torch_remat.runtime.plan import Plan, Step
 from torch_remat.runtime.tape import Kept, Output, OutputKind, Region, Slot, Tape, WeakStorage
 
-__all__ = ["Observer", "laid_out", "private_copy", "storage_keys", "tensors_in"]
+__all__ = ["Observer", "laid_out", "private_copy", "storage_keys", "storages_of", "tensors_in"]
 
 _sequence_nr = getattr(torch._C._autograd, "_get_sequence_nr", None)
 _OP, _INPUT, _OUTPUT, _EXTERNAL, _STALE = range(5)
@@ -60,10 +60,11 @@ def storage_keys(tensor: Tensor) -> list[int]:
         return []
 
 
-def _storages(tensor: Tensor) -> Iterator[Any]:
+def storages_of(tensor: Tensor) -> Iterator[Any]:
+    """The storages under ``tensor``, as :func:`storage_keys`."""
     if is_traceable_wrapper_subclass(tensor):
         for _, inner in inner_tensors(tensor):
-            yield from _storages(inner)
+            yield from storages_of(inner)
         return
     try:
         yield tensor.untyped_storage()
@@ -330,7 +331,7 @@ class Observer(TorchDispatchMode):
         return node
 
     def _own(self, tensor: Tensor, node: int, *, overwrite: bool) -> None:
-        for storage in _storages(tensor):
+        for storage in storages_of(tensor):
             key = storage._cdata
             if overwrite or key not in self._writer:
                 self._writer[key] = node
