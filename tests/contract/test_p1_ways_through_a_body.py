@@ -119,17 +119,20 @@ class TestP1Ways:
     @pytest.mark.parametrize(
         "write", [lambda h: h.mul_(1.5), lambda h: h.detach().mul_(1.5)], ids=["plain", "detached"]
     )
+    @pytest.mark.parametrize("hooks", [(), (remat.GeneratorHook(),)], ids=["", "state hook"])
+    @pytest.mark.parametrize("head", [torch.tanh, lambda t: t * t], ids=["tanh", "product"])
     def test_p1_region_changes_a_closed_over_save_on_a_new_path(
-        self, engine: EagerEngine, x: Tensor, write: Callable[[Tensor], Tensor]
+        self, engine: EagerEngine, x: Tensor, head: Any, hooks: Any, write: Callable[[Tensor], Tensor]
     ) -> None:
-        """``tanh`` saved its output; a region whose policy changes between calls writes into it: eager refuses."""
+        """Recomputed code saved it; a region whose policy changes between calls writes into it: eager refuses."""
         policy = Hidden({"late": "R"})
 
         def body(t: Tensor) -> Tensor:
-            hidden = torch.tanh(t)
+            hidden = head(t)
+            t = t * hidden.detach()
             return under(policy["late"], lambda u: write(hidden) * hidden, "late")(t)
 
-        call = engine.checkpoint(body)
+        call = engine.checkpoint(body, recompute_state_hooks=hooks)
         for letter in "RRSSR-S":
             policy["late"] = letter
             with pytest.raises(RuntimeError, match="modified"):

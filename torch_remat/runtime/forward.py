@@ -81,6 +81,7 @@ class ForwardFrame(Frame):
         self.input_ids = {id(leaf) for leaf in leaves if isinstance(leaf, Tensor)}
         self.open_saves: list[RegionSaves] = []
         self.hooks = tape.hooks
+        self.loose: list[weakref.ref[Slot]] = []  # state hooks may restore, and so write to, what these have saved
         self.lost: str | None = None  # a SAVE region whose change of an argument replay could not repeat
         self.known = registry.known(key)
         self.plans: list[Plan] = []
@@ -112,10 +113,12 @@ class ForwardFrame(Frame):
         return slot
 
     def watch(self, slot: Slot) -> None:
-        """Notice when what ``slot`` saved is modified by code that replay does not run; state hooks may do so."""
+        """Notice when what ``slot`` saved is modified by code that replay does not run."""
         tensor = None if slot.origin is None else slot.origin()
-        if tensor is not None and (not self.hooks or tensor.requires_grad):
+        if tensor is not None:
             slot.watch(tensor)
+            if self.hooks and not tensor.requires_grad:
+                self.loose.append(_reference(slot))
         slot.origin = None
 
     def _watch_living(self) -> None:
@@ -320,6 +323,10 @@ class ForwardFrame(Frame):
         self._keep_inputs(plan)
         if any(True for _ in tape.living_slots()):
             self._check_versions()
+        for reference in self.loose:
+            slot = reference()
+            if slot is not None and not slot.is_modified():
+                slot.probe = None
         tape.complete = True
 
     def _watch(self, position: int, outputs: list[Any], leaf: int) -> None:
