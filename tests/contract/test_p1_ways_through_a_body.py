@@ -130,7 +130,7 @@ class TestP1Ways:
         def body(t: Tensor) -> Tensor:
             hidden = head(t)
             t = t * hidden.detach()
-            return under(policy["late"], lambda u: write(hidden) * hidden, "late")(t)
+            return under(policy["late"], lambda u: write(hidden) * u, "late")(t)
 
         call = engine.checkpoint(body, recompute_state_hooks=hooks)
         for letter in "RRSSR-S":
