@@ -66,8 +66,8 @@ def unpacker(tape: Tape) -> Any:
             tensor = payload.tensor
             if tensor is None:
                 raise InternalError(f"replay of {display_name(tape.name)} left a slot empty")
-        if tensor._version != payload.version or payload.probe is not None:
-            _check_version(tape, payload, tensor)
+        if payload.is_modified():
+            raise _modified_save(tape, tensor)
         if not tape.released:
             _account(tape, payload)
         return tensor
@@ -75,15 +75,14 @@ def unpacker(tape: Tape) -> Any:
     return unpack
 
 
-def _check_version(tape: Tape, slot: Slot, tensor: Tensor) -> None:
-    if slot.is_modified():
-        raise ModifiedError(
-            f"One of the variables needed for gradient computation has been modified by an inplace operation: a "
-            f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')} tensor that checkpoint "
-            f"{display_name(tape.name)} saved "
-            f"is not at the version at which it was saved.\n"
-            f"To fix: do not modify it between its use and backward, or use a .clone()."
-        )
+def _modified_save(tape: Tape, tensor: Tensor) -> ModifiedError:
+    return ModifiedError(
+        f"One of the variables needed for gradient computation has been modified by an inplace operation: a "
+        f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')} tensor that checkpoint "
+        f"{display_name(tape.name)} saved "
+        f"is not at the version at which it was saved.\n"
+        f"To fix: do not modify it between its use and backward, or use a .clone()."
+    )
 
 
 def _account(tape: Tape, slot: Slot) -> None:
@@ -101,7 +100,7 @@ def _resident(payload: Any) -> Tensor:
             raise _modified(payload.label)
         return payload.tensor
     if type(payload) is Packed:
-        if version_of(payload.probe) != payload.version:
+        if payload.probe is not None and payload.probe._version != payload.version:
             raise _modified(payload.label)
         if payload.ready is not None:
             tensor, payload.ready = payload.ready, None

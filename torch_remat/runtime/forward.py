@@ -91,8 +91,6 @@ class ForwardFrame(Frame):
             self.observer.inputs(leaves)
         else:
             self.plans = self.known.plans
-        self.ends = frozenset([plan.last for plan in self.plans])
-        self.watching = not self.plans or 0 in self.ends  # replay may not see what modifies a saved tensor from here on
 
     # --- Saves of recomputed code (rule 1)
 
@@ -101,30 +99,14 @@ class ForwardFrame(Frame):
         if tensor.is_leaf and tensor.requires_grad and id(tensor) not in self.input_ids:
             return Kept(tensor, (self.tape.name, None, 0))
         expected = (tensor.shape, tensor.dtype, tensor.device) if self.check else None
-        slot = Slot(expected, tensor._version, _reference(tensor))
+        slot = Slot(expected, tensor)
         reference = _reference(slot)
         self.slots.append(reference)
-        if self.watching:
-            self.watch(slot)
-            if self.observer is not None:
-                self.observer.saved(reference, tensor)
-        elif len(self.slots) in self.ends:
-            self._watch_living()
+        if self.hooks and not tensor.requires_grad:
+            self.loose.append(reference)
+        if self.observer is not None:
+            self.observer.saved(reference, tensor)
         return slot
-
-    def watch(self, slot: Slot) -> None:
-        """Notice when what ``slot`` saved is modified by code that replay does not run."""
-        tensor = None if slot.origin is None else slot.origin()
-        if tensor is not None:
-            slot.watch(tensor)
-            if self.hooks and not tensor.requires_grad:
-                self.loose.append(_reference(slot))
-        slot.origin = None
-
-    def _watch_living(self) -> None:
-        self.watching = True
-        for slot in self.tape.living_slots():
-            self.watch(slot)
 
     # --- Regions
 
@@ -174,7 +156,6 @@ class ForwardFrame(Frame):
     def _deviated(self) -> None:
         """No plan fits this call: keep what was dropped so far and is still alive."""
         self.plans = []
-        self._watch_living()
         for record in self.tape.order:
             for index, reference, version in record.dropped:
                 tensor = reference()
@@ -308,8 +289,6 @@ class ForwardFrame(Frame):
                 raise RandomStateError(random_message(tape.name, plan.random, torch.default_generator))
             tape.watch_draws = plan.own_generators or self.known.suspect
             self.known.suspect = False
-            for position, leaf in plan.watched:
-                self._watch(position, outputs, leaf)
             if plan.externals:
                 tape.externals = externals.locate(tape.function, plan.externals)
         else:
@@ -329,12 +308,6 @@ class ForwardFrame(Frame):
                 slot.probe = None
         tape.complete = True
 
-    def _watch(self, position: int, outputs: list[Any], leaf: int) -> None:
-        """An output of the checkpoint is itself saved: let its slot notice when the user modifies it."""
-        slot = self.slots[position]() if position < len(self.slots) else None
-        if slot is not None and leaf < len(outputs) and isinstance(outputs[leaf], Tensor):
-            slot.watch(outputs[leaf])
-
     def _settle(self, outputs: list[Any]) -> Plan | None:
         tape = self.tape
         if self.observer is not None:
@@ -351,7 +324,7 @@ class ForwardFrame(Frame):
                 return plan
         self._deviated()
         steps = tuple(Step(record.name, record.recompute, record.slots_before) for record in tape.order)
-        self.known.missed(Plan(steps, count, count).path)
+        self.known.missed(Plan(steps, count).path)
         return None
 
     def _drop_unneeded(self, record: Region, step: Step) -> None:

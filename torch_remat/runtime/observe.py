@@ -386,25 +386,11 @@ class Observer(TorchDispatchMode):
         return Plan(
             steps,
             len(self._tape.slots),
-            max((count for count, slot in enumerate(self._tape.slots, 1) if slot() is not None), default=0),
             frozenset(inputs),
             to_end,
             self.random,
             self._own_generators,
-            self._watched(outputs),
             found,
-        )
-
-    def _watched(self, outputs: list[Any]) -> tuple[tuple[int, int], ...]:
-        """Slots that hold an output of the checkpoint, with the output's leaf."""
-        returned = {
-            key: index for index, one in enumerate(outputs) if isinstance(one, Tensor) for key in storage_keys(one)
-        }
-        positions = {id(reference): index for index, reference in enumerate(self._tape.slots)}
-        return tuple(
-            (positions[id(event.slot)], returned[event.storage])
-            for event in self._events
-            if event.storage in returned and id(event.slot) in positions
         )
 
     def _shells(self, needed: set[int], keep: dict[int, set[int]]) -> dict[int, set[int]]:

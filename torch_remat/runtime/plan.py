@@ -59,8 +59,6 @@ class Plan:
 
     steps: tuple[Step, ...]
     slots: int
-    last: int
-    """How many saves there are up to the last one that backward needs."""
     inputs: frozenset[int] = frozenset()
     """Leaves of the arguments that replay reads."""
     to_end: bool = False
@@ -69,9 +67,6 @@ class Plan:
     """The first random operation of recomputed code, for the error when a call brings no state hook."""
     own_generators: bool = False
     """Recomputed code draws from generators other than the default ones: replay is watched."""
-    watched: tuple[tuple[int, int], ...] = ()
-    """(slot, output leaf) where an output of the checkpoint is itself saved: modifying it afterwards must be noticed.
-    """
     externals: tuple[Any, ...] = ()
     """Where the parameters and buffers that replay reads are found; see ``externals.py``."""
 

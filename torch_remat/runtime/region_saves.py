@@ -160,11 +160,9 @@ class RegionSaves:
 
     def _slot(self, index: int, argument: Tensor, tensor: Tensor, geometry: Any) -> Slot:
         expected = (argument.shape, argument.dtype, argument.device)
-        slot = Slot(expected, version_of(tensor), weakref.ref(argument))
+        slot = Slot(expected, tensor)
         reference = weakref.ref(slot)
         self._record.rebuilds.append((reference, index, geometry))
-        if self._frame.watching:
-            self._frame.watch(slot)
         if self._observer is not None:
             made = id(argument) not in self._frame.input_ids
             self._observer.rebuild(reference, self._index, index if made else None, argument)

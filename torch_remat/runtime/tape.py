@@ -58,27 +58,21 @@ class Slot:
 
     ``tensor`` is None until replay fills it. ``expected`` is the metadata seen in forward, None when nobody checks.
     ``version`` is the version counter at the save in forward; the tensor must be at the same one when replay saves it
-    and when backward asks. ``origin`` is forward's tensor, weakly, until forward knows who may still modify it after
-    the part that replay runs; then ``probe`` is its version counter, and at which count it must be.
+    and when backward asks. ``probe`` is the version counter of forward's tensor, and the count at which it must stay:
+    code that replay does not run (its tail, SAVE regions, the caller's) may modify that tensor.
     """
 
-    __slots__ = ("__weakref__", "expected", "origin", "probe", "tensor", "version")
+    __slots__ = ("__weakref__", "count", "expected", "probe", "tensor", "version")
 
-    def __init__(self, expected: tuple[Any, ...] | None, version: int, origin: weakref.ref[Tensor] | None) -> None:
+    def __init__(self, expected: tuple[Any, ...] | None, saved: Tensor) -> None:
         self.tensor: Tensor | None = None
-        self.version = version
+        self.version = self.count = saved._version
         self.expected = expected
-        self.origin = origin
-        self.probe: tuple[Tensor, int] | None = None
-
-    def watch(self, tensor: Tensor) -> None:
-        """See to it that a later modification of ``tensor``, which forward saved here, is noticed."""
-        if type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.is_inference():
-            self.probe = version_probe(tensor), self.version
+        self.probe = version_probe(saved)
 
     def is_modified(self) -> bool:
-        """Whether the tensor is not as it was when it was saved."""
-        if self.probe is not None and version_of(self.probe[0]) != self.probe[1]:
+        """Whether forward's tensor, or the one that replay made, is not at the version of the save."""
+        if self.probe is not None and self.probe._version != self.count:
             return True
         return self.tensor is not None and version_of(self.tensor) != self.version
 
@@ -103,17 +97,17 @@ class Kept:
 class Packed:
     """Payload of a save that a user's hook pair has packed.
 
-    ``probe`` shares the version counter of the tensor, not its memory.
+    ``probe`` is the version counter of the tensor.
     """
 
     __slots__ = ("label", "payload", "probe", "ready", "unpack", "version")
 
-    def __init__(self, payload: Any, unpack: Callable[[Any], Any], probe: Tensor, label: Any) -> None:
+    def __init__(self, payload: Any, unpack: Callable[[Any], Any], probe: Tensor | None, label: Any) -> None:
         self.payload = payload
         self.unpack = unpack
         self.ready: Any = None  # unpacked for replay already, which reads the same value; until the save asks for it
         self.probe = probe
-        self.version = version_of(probe)
+        self.version = 0 if probe is None else probe._version
         self.label = label
 
 
@@ -299,19 +293,22 @@ def stride_of(tensor: Tensor) -> tuple[int, ...] | None:
     return tensor.stride() if plain and tensor.layout is torch.strided else None
 
 
-def version_probe(tensor: Tensor) -> Tensor:
-    """An empty tensor that shares the version counter of ``tensor`` and none of its memory."""
+def version_probe(tensor: Tensor) -> Tensor | None:
+    """An empty tensor that shares the version counter of ``tensor`` and none of its memory.
+
+    None for subclasses and for layouts other than strided: those cannot give their memory away.
+    """
+    if (type(tensor) is not Tensor and type(tensor) is not torch.nn.Parameter) or tensor.layout is not torch.strided:
+        return None
     probe = tensor.detach()
-    if type(probe) is Tensor or type(probe) is torch.nn.Parameter:
-        probe.data = _empty(tensor.dtype, tensor.device)
-        return probe
-    return torch.empty(0)  # a subclass cannot give its memory away: unchecked
+    probe.data = _empty(tensor.device)
+    return probe
 
 
 @functools.cache
-def _empty(dtype: torch.dtype, device: torch.device) -> Tensor:
+def _empty(device: torch.device) -> Tensor:
     with _no_dispatch():  # whatever mode is active must not make it
-        return torch.empty(0, dtype=dtype, device=device)
+        return torch.empty(0, device=device)
 
 
 def _released(*args: Any, **kwargs: Any) -> Any:
