@@ -116,6 +116,7 @@ class Observer(TorchDispatchMode):
         self._output_keys: dict[tuple[int, int], set[int]] = {}  # (region, leaf) -> storages, also once hooks packed it
         self._makers: dict[tuple[str, int], int] = {}  # autograd node of an output -> graph node
         self._overwritten: dict[int, int] = {}  # a SAVE region modified another's output: node after -> node before
+        self._operations = 0  # that are running now
         self.random: str | None = None
         self._own_generators = False
         self._host_random = HostRandom()
@@ -234,15 +235,24 @@ class Observer(TorchDispatchMode):
         return found
 
     def host_read(self, tensor: Tensor, method: str) -> None:
-        """Recomputed code reads the data of ``tensor`` without the dispatcher."""
-        if self._in_region is None:
+        """Recomputed code reads the data of ``tensor`` without the dispatcher.
+
+        What happens inside an operation (another dispatch mode looks at its arguments, say) is no read of the body's.
+        """
+        if self._in_region is None and not self._operations:
             reads = tuple({self._source(key): None for key in storage_keys(tensor)})
             self._roots.append(self._add(_OP, reads, f"{method}() at {user_line()}"))
 
     # --- The dispatch mode
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        self._operations += 1
+        try:
+            return self._operation(func, args, kwargs or {})
+        finally:
+            self._operations -= 1
+
+    def _operation(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         schema = getattr(func, "_schema", None)
         written = _written(schema, args, kwargs) if schema is not None and schema.is_mutable else []
         if written:
