@@ -15,6 +15,7 @@ from torch.autograd import forward_ad
 from torch_remat.errors import InvalidTypeError, InvalidValueError, UnsupportedError
 from torch_remat.runtime import events
 from torch_remat.runtime.backward import Trigger, unpacker
+from torch_remat.runtime.bitwise import BitwiseCheck
 from torch_remat.runtime.dynamo import eager_only
 from torch_remat.runtime.forward import ForwardFrame, early_stop_allowed, run_forward
 from torch_remat.runtime.frame import current_frame, scopes
@@ -30,20 +31,21 @@ __all__ = ["Checkpointed", "checkpoint"]
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_CHECKS = ("default", "none")
+_CHECKS = ("default", "none", "bitwise")
 _sequence_nr = getattr(torch._C._autograd, "_get_sequence_nr", None)
 
 
 class _Options:
     """What ``checkpoint(...)`` was given, validated."""
 
-    __slots__ = ("check", "hooks", "name", "pair")
+    __slots__ = ("bitwise", "check", "hooks", "name", "pair")
 
     def __init__(
-        self, name: str | None, check: bool, pair: HookPair | None, hooks: tuple[RecomputeStateHook, ...]
+        self, name: str | None, check: str, pair: HookPair | None, hooks: tuple[RecomputeStateHook, ...]
     ) -> None:
         self.name = name
-        self.check = check
+        self.check = check != "none"
+        self.bitwise = check == "bitwise"
         self.pair = pair
         self.hooks = hooks
 
@@ -67,7 +69,9 @@ def checkpoint(
         *args: none; there to tell ``checkpoint(fn)`` what is missing.
         region_name: label in errors and reports; need not be unique.
         determinism_check: ``"default"`` compares shape, dtype and device of what replay saves with forward; ``"none"``
-            does not.
+            does not; ``"bitwise"`` compares the values, too, by fingerprints computed on the device, and raises
+            :class:`~torch_remat.errors.ValuesDriftError`. It reads each tensor once more in each pass and waits for
+            the device once per replay: for finding faults, not for every step.
         preserve_rng_state: not supported; pass a :class:`GeneratorHook` in ``recompute_state_hooks`` instead. Random
             numbers drawn in recomputed code without one are an error.
         saved_tensors_hooks: (pack, unpack) for the inputs, the saves of SAVE regions and the persisted outputs of this
@@ -109,7 +113,7 @@ def checkpoint(
         )
     options = _Options(
         region_name,
-        determinism_check == "default",
+        determinism_check,
         _checked_pair(saved_tensors_hooks),
         _checked_hooks(recompute_state_hooks),
     )
@@ -169,6 +173,8 @@ def _call(options: _Options, function: Callable[..., Any], args: tuple[Any, ...]
     tape = Tape(options.name, function)
     pair = options.pair if options.pair is not None else native_pair(top_hooks())
     leaves = _take_inputs(tape, args, kwargs, pair)
+    if options.bitwise:
+        tape.check = BitwiseCheck(tape, leaves)
     tape.ambient = Ambient()
     tape.key = body_key(function, leaves, early_stop_allowed(), pair is not None)
     if options.hooks:

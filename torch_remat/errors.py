@@ -9,6 +9,7 @@ Each class derives from the built-in type that callers already catch for that ki
     ├── ReplayError (RuntimeError)            replay cannot give the numbers of forward
     │   ├── PolicyDriftError                  a region has another policy, or is missing, in replay
     │   ├── SavesDriftError                   replay saves other tensors than forward did
+    │   ├── ValuesDriftError                  replay computes other values than forward did (when asked to compare)
     │   ├── ModifiedError                     a tensor that replay or backward reads was modified in place
     │   └── RandomStateError                  random numbers drawn in recomputed code without a state hook
     ├── InvalidValueError (ValueError)
@@ -35,6 +36,7 @@ __all__ = [
     "SavesDriftError",
     "UnsupportedError",
     "UsageError",
+    "ValuesDriftError",
     "display_name",
 ]
 
@@ -65,6 +67,10 @@ class PolicyDriftError(ReplayError):
 
 class SavesDriftError(ReplayError):
     """Recomputed code saves other tensors in replay than in forward."""
+
+
+class ValuesDriftError(ReplayError):
+    """Recomputed code computes other values in replay than in forward. Only a bitwise check notices."""
 
 
 class ModifiedError(ReplayError):

@@ -158,5 +158,5 @@ def save_for_backward(ctx: Any, saved: Mapping[str, Tensor | None]) -> None:
             raise UsageError(f"save_for_backward expects tensors or None, got {type(value).__name__} for {name!r}.")
     frame = current_frame.get()
     if frame is not None:
-        frame.name_saves(saved)
+        frame.name_saves(ctx, saved)
     ctx.save_for_backward(*saved.values())

@@ -12,6 +12,7 @@ Rules:
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import weakref
 from typing import Any
@@ -22,11 +23,13 @@ from torch import Tensor
 from torch_remat.errors import InternalError, ModifiedError, display_name
 from torch_remat.runtime import events
 from torch_remat.runtime.hooks import HookPair, call_unpack
+from torch_remat.runtime.labels import label, profiling
 from torch_remat.runtime.replay import replay
 from torch_remat.runtime.tape import Kept, Packed, Slot, Tape, version_of
 
 __all__ = ["Trigger", "unpacker"]
 
+_NOTHING = contextlib.nullcontext()
 _engine = torch._C._autograd
 _graph_task_id = torch._C._current_graph_task_id
 _current_node = torch._C._current_autograd_node
@@ -38,10 +41,11 @@ _LEAF_SEQUENCE_NR = 1 << 62  # AccumulateGrad nodes have the largest number ther
 class Trigger:
     """Pre-hook of an output's autograd node (rule 1). Holds no tape: a held output keeps nothing alive."""
 
-    __slots__ = ("_tape",)
+    __slots__ = ("_tape", "spans")
 
     def __init__(self, tape: Tape) -> None:
         self._tape = weakref.ref(tape)
+        self.spans = tape.spans
 
     def __call__(self, grads: Any) -> None:
         """Replay, unless nothing is left to fill."""
@@ -134,7 +138,8 @@ def _ensure_filled(tape: Tape) -> None:
         if events.replay_started.listeners:
             events.replay_started(tape)
         try:
-            replay(tape, unfilled)
+            with label(f"torch_remat.replay: {display_name(tape.name)}") if profiling() else _NOTHING:
+                replay(tape, unfilled)
         except BaseException as error:
             tape.empty_slots()  # what the failed replay filled may be wrong, and can be made again
             if events.replay_ended.listeners:

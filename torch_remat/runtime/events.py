@@ -11,6 +11,7 @@ __all__ = [
     "backward_reached",
     "body_learned",
     "forward_ended",
+    "region_called",
     "region_started",
     "replay_ended",
     "replay_started",
@@ -51,6 +52,9 @@ class Event:
             self.listeners = tuple(self._counts)
 
 
+region_called = Event()
+"""``(function, tape, record, replaying) -> function``: the body of a region runs in the form that the listener returns.
+Whether anybody listens is looked up when a pass starts."""
 region_started = Event()
 """``(tape, record)``: a region call starts in forward."""
 body_learned = Event()

@@ -16,6 +16,7 @@ from __future__ import annotations
 import copy
 import sys
 import weakref
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -39,10 +40,11 @@ from torch_remat.runtime.hooks import (
     unpack_shared,
 )
 from torch_remat.runtime.host_reads import HostReads
+from torch_remat.runtime.labels import profiling, wrapped
 from torch_remat.runtime.observe import Observer, storage_keys
 from torch_remat.runtime.placeholder import can_stand_in, meta_of
 from torch_remat.runtime.plan import Plan, Step, registry
-from torch_remat.runtime.region_outputs import SaveOutputs
+from torch_remat.runtime.region_outputs import SaveOutputs, note_address
 from torch_remat.runtime.region_saves import RegionSaves
 from torch_remat.runtime.tape import (
     Kept,
@@ -50,6 +52,7 @@ from torch_remat.runtime.tape import (
     OutputKind,
     Region,
     Slot,
+    Span,
     Tape,
     stride_of,
     version_of,
@@ -61,6 +64,7 @@ __all__ = ["ForwardFrame", "run_forward"]
 
 
 _reference = weakref.ref
+_sequence_nr = getattr(torch._C._autograd, "_get_sequence_nr", None) or int
 
 
 class ForwardFrame(Frame):
@@ -91,6 +95,9 @@ class ForwardFrame(Frame):
             self.observer.inputs(leaves)
         else:
             self.plans = self.known.plans
+        self.wraps = bool(events.region_called.listeners) or profiling()
+        if tape.check is not None:
+            self.hook = tape.check.forward_hook(self)
 
     # --- Saves of recomputed code (rule 1)
 
@@ -121,6 +128,8 @@ class ForwardFrame(Frame):
         tape.order.append(record)
         if events.region_started.listeners:
             events.region_started(tape, record)
+        if self.wraps:
+            function = wrapped(function, tape, record, False)
         if recompute:
             if self.observer is not None and self.pair is not None:
                 self._pack_arguments(args, kwargs)
@@ -189,6 +198,8 @@ class ForwardFrame(Frame):
             pop_hooks()
         if saves is not None:
             push_hooks(saves.pack, self.unpack)
+        span = record.span = Span(record.name, _sequence_nr())
+        self.tape.spans.items.append(span)
         self.inert += 1
         try:
             result = function(*args, **kwargs)
@@ -202,6 +213,7 @@ class ForwardFrame(Frame):
             raise
         finally:
             self.inert -= 1
+            span.end = _sequence_nr()
             if saves is not None:
                 pop_hooks()
             if ours_on_top:
@@ -265,6 +277,13 @@ class ForwardFrame(Frame):
         if self.observer is not None:
             for tensor in tensors:
                 self.observer.declare(tensor)
+
+    def name_saves(self, ctx: Any, saved: Mapping[str, Tensor | None]) -> None:
+        """``save_for_backward`` in a SAVE region: names for reports."""
+        number = getattr(ctx, "_sequence_nr", None)
+        if self.inert and number is not None:
+            span = self.tape.spans.items[-1]
+            span.names = {**(span.names or {}), number(): tuple(saved)}
 
     def close(self) -> None:
         """The pass is over. Autograd keeps the pack hook beside what it packed: let it hold no tensor."""
@@ -337,6 +356,7 @@ class ForwardFrame(Frame):
                 self.pack_output(output)
             elif isinstance(tensor, Tensor) and (output.unpack is None or isinstance(output.unpack, tuple)):
                 meta = meta_of(tensor)._replace(requires_grad=bool(output.meta))
+                note_address(record, position, tensor)
                 output.kind, output.data, output.meta, output.unpack = OutputKind.PLACEHOLDER, None, meta, None
         for _, output in record.changed:
             self.pack_output(output)

@@ -55,7 +55,7 @@ class Frame:
     def declare(self, tensors: tuple[Tensor, ...]) -> None:
         """``recompute_needs_tensor`` in this pass."""
 
-    def name_saves(self, saved: Mapping[str, Tensor | None]) -> None:
+    def name_saves(self, ctx: Any, saved: Mapping[str, Tensor | None]) -> None:
         """``save_for_backward`` in this pass."""
 
     def call_region(self, function: Any, name: str, recompute: bool, args: Any, kwargs: Any) -> Any:

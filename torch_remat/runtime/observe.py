@@ -234,6 +234,11 @@ class Observer(TorchDispatchMode):
                 found = True
         return found
 
+    def read_so_far(self) -> set[tuple[int, int]]:
+        """(region, leaf) of the SAVE outputs that recomputed code has read by now."""
+        reads = {read for node in self._nodes if node.kind == _OP for read in node.reads}
+        return {self._nodes[read].detail for read in reads if self._nodes[read].kind == _OUTPUT}
+
     def host_read(self, tensor: Tensor, method: str) -> None:
         """Recomputed code reads the data of ``tensor`` without the dispatcher.
 

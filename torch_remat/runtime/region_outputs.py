@@ -30,7 +30,7 @@ from torch_remat.runtime.tree import LEAF, flatten, is_container
 if TYPE_CHECKING:
     from torch_remat.runtime.forward import ForwardFrame
 
-__all__ = ["SaveOutputs"]
+__all__ = ["SaveOutputs", "note_address"]
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 
@@ -97,6 +97,7 @@ class SaveOutputs:
         output = Output(OutputKind.PLACEHOLDER, (weakref.ref(leaf), version_of(leaf)), meta_of(leaf))
         if position in step.free and self._saves is not None:
             output.free = self._saves.kept_twin(leaf)
+        note_address(self._record, position, leaf)
         return output
 
     def _kept(self, tensor: Tensor, position: int) -> Output:
@@ -109,12 +110,20 @@ class SaveOutputs:
             output.data = tensor.detach()
         output.version = version_of(tensor if output.cloned else output.data)
         output.shell = step is not None and position in step.shells
+        if self._frame.tape.check is not None:
+            self._frame.tape.check.persisted(self._record, position, output, tensor)
         if self._pair is not None:
             # type: ignore[assignment] - packed when a reader is known
             output.unpack = (self._pair, self._context, self._saves)
             if self._frame.observer is None:
                 self._frame.pack_output(output)
         return output
+
+
+def note_address(record: Region, position: int, leaf: Tensor) -> None:
+    """Let reports recognise an output that is not persisted among the region's saves."""
+    if record.span is not None and type(leaf) is Tensor:
+        record.span.outputs += ((position, leaf.data_ptr()),)
 
 
 def _from_argument(leaf: Tensor, arguments: list[Any]) -> Output | None:

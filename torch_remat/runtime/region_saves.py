@@ -163,6 +163,8 @@ class RegionSaves:
         slot = Slot(expected, tensor)
         reference = weakref.ref(slot)
         self._record.rebuilds.append((reference, index, geometry))
+        if self._frame.tape.check is not None:
+            self._frame.tape.check.saved(slot, tensor, self._record)
         if self._observer is not None:
             made = id(argument) not in self._frame.input_ids
             self._observer.rebuild(reference, self._index, index if made else None, argument)

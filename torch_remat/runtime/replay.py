@@ -25,7 +25,7 @@ from torch_remat.errors import (
     SavesDriftError,
     display_name,
 )
-from torch_remat.runtime import placeholder
+from torch_remat.runtime import events, placeholder
 from torch_remat.runtime.dynamo import eager_only
 from torch_remat.runtime.frame import Frame, current_frame, scopes
 from torch_remat.runtime.generators import (
@@ -37,6 +37,7 @@ from torch_remat.runtime.generators import (
 )
 from torch_remat.runtime.graft import as_result
 from torch_remat.runtime.hooks import pop_hooks, push_hooks
+from torch_remat.runtime.labels import profiling, wrapped
 from torch_remat.runtime.observe import laid_out, private_copy
 from torch_remat.runtime.placeholder import Meta, Origin, is_placeholder
 from torch_remat.runtime.plan import registry
@@ -69,6 +70,7 @@ class ReplayFrame(Frame):
         self.leaves: dict[int, Tensor] = {}  # handed out: leaves here, for speed, that need not be leaves in forward
         self.drew = False  # a watched replay has drawn random numbers
         self._inner = 0
+        self._wraps = bool(events.region_called.listeners) or profiling()
         self._undo: list[
             tuple[Any, Any]
         ] = []  # state hooks of checkpoints inside this one, and what they were before replay
@@ -134,7 +136,11 @@ class ReplayFrame(Frame):
                     f"{record.slots_before}"
                 )
             )
-        return function(*args, **kwargs) if recompute else self._skip(record, args, kwargs)
+        if not recompute:
+            return self._skip(record, args, kwargs)
+        if self._wraps:
+            function = wrapped(function, tape, record, True)
+        return function(*args, **kwargs)
 
     def _skip(self, record: Region, args: Any, kwargs: Any) -> Any:
         arguments: list[Any] = []
@@ -328,6 +334,25 @@ class ReplayFrame(Frame):
         )
 
 
+class CheckedReplayFrame(ReplayFrame):
+    """The pass that fills slots and shows every value to the check on its tape."""
+
+    def __init__(self, tape: Tape, unfilled: int) -> None:
+        super().__init__(tape, unfilled)
+        self._wraps = True
+        tape.check.replay_starts()
+
+    def _fill(self, slot: Slot, tensor: Tensor) -> None:
+        self.tape.check.seen(slot, tensor)
+        super()._fill(slot, tensor)
+
+    def data(self, output: Output, what: str) -> Tensor:
+        """The tensor of a persisted output or input."""
+        tensor = super().data(output, what)
+        self.tape.check.seen(output, tensor)
+        return tensor
+
+
 def _restore_version(tensor: Tensor, output: Output) -> None:
     """Give a copy the version counter that the original had, so that versions compare between the passes."""
     version = output.version[0] if isinstance(output.version, tuple) else output.version
@@ -354,7 +379,7 @@ _OF_ARGUMENTS = (OutputKind.ARGUMENT, OutputKind.ARGUMENT_VIEW)
 def replay(tape: Tape, unfilled: int) -> None:
     """Run the body of ``tape`` again and fill its living slots, of which ``unfilled`` are empty."""
     tape.replays += 1
-    frame = ReplayFrame(tape, unfilled)
+    frame = (ReplayFrame if tape.check is None else CheckedReplayFrame)(tape, unfilled)
     args, kwargs = _inputs(tape, frame)
     guard = GeneratorGuard()
     outer = [hook.snapshot() for hook in tape.hooks]
@@ -384,6 +409,8 @@ def replay(tape: Tape, unfilled: int) -> None:
     moved = guard.moved()
     if moved is not None:
         _judge(tape, frame, guard, moved)
+    if tape.check is not None:
+        tape.check.compare(tape)
 
 
 def _unmodified(tape: Tape) -> list[Any]:

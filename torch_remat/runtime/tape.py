@@ -33,6 +33,8 @@ __all__ = [
     "Packed",
     "Region",
     "Slot",
+    "Span",
+    "Spans",
     "Tape",
     "WeakStorage",
     "stride_of",
@@ -153,6 +155,33 @@ class Output:
         self.shell = False  # another SAVE region overwrites it before anybody reads it: its version does not matter
 
 
+class Span:
+    """Which autograd nodes one SAVE region call made, and what it calls its tensors: for reports. Holds no tensor."""
+
+    __slots__ = ("end", "name", "names", "outputs", "start")
+
+    def __init__(self, name: str, start: int) -> None:
+        self.name = name
+        self.start = start  # the first sequence number that is its own
+        self.end: int | None = None  # one past the last; None while the region runs
+        self.names: dict[int, tuple[str, ...]] | None = None  # node -> the user's names of what it saves, in order
+        self.outputs: tuple[tuple[int, int], ...] = ()  # (leaf, address) of outputs that are not persisted
+
+
+class Spans:
+    """The spans of one checkpoint, in order.
+
+    The tape owns them, and so do the pre-hooks of the checkpoint's outputs: a checkpoint that keeps only what autograd
+    saves natively has no tape, and its saves are to be told apart all the same.
+    """
+
+    __slots__ = ("checkpoint", "items")
+
+    def __init__(self, checkpoint: str | None) -> None:
+        self.checkpoint = checkpoint
+        self.items: list[Span] = []
+
+
 class Region:
     """What forward records of one region call."""
 
@@ -166,6 +195,7 @@ class Region:
         "rebuilds",
         "recompute",
         "slots_before",
+        "span",
         "spec",
     )
 
@@ -181,6 +211,7 @@ class Region:
         self.dropped: list[tuple[int, weakref.ref[Tensor], int]] = []  # those that the plan does not need, with version
         self.rebuilds: list[tuple[weakref.ref[Slot], int, Any]] = []  # slot, leaf of the arguments, view geometry
         self.error: BaseException | None = None  # what the body of a SAVE region raised
+        self.span: Span | None = None  # of a SAVE region
         self.exit_states: list[tuple[Any, Any]] = []  # state hooks and what they were when the region returned
 
 
@@ -190,6 +221,7 @@ class Tape:
     __slots__ = (
         "__weakref__",
         "ambient",
+        "check",
         "complete",
         "externals",
         "first_sequence_nr",
@@ -207,6 +239,7 @@ class Tape:
         "replays",
         "scopes",
         "slots",
+        "spans",
         "spec",
         "states",
         "task",
@@ -222,6 +255,8 @@ class Tape:
         self.slots: list[weakref.ref[Slot]] = []
         self.regions: dict[str, Region] = {}
         self.order: list[Region] = []
+        self.spans = Spans(name)
+        self.check: Any = None  # compares values between the passes; see bitwise.py
         self.scopes: tuple[str, ...] = ()
         self.ambient: Any = None  # autocast and friends, as forward saw them
         self.hooks: tuple[Any, ...] = ()  # state hooks
