@@ -1,6 +1,7 @@
 """torch_remat: region-based activation checkpointing for PyTorch. The usual alias is ``remat``."""
 
 from torch_remat.checkpoint import checkpoint
+from torch_remat.diagnostics.explain import explain
 from torch_remat.diagnostics.trace import collect_trace, trace_scope
 from torch_remat.region import name_scope, recompute_needs_tensor, region, save_for_backward
 from torch_remat.runtime.dynamo import keep_dynamo_out
@@ -22,6 +23,7 @@ __all__ = [
     "checkpoint",
     "collect_trace",
     "current_saved_tensor_info",
+    "explain",
     "is_placeholder",
     "is_recomputing",
     "name_scope",
