@@ -2,7 +2,9 @@
 
 from torch_remat.checkpoint import checkpoint
 from torch_remat.diagnostics.explain import explain
+from torch_remat.diagnostics.rank_check import install as _check_ranks
 from torch_remat.diagnostics.trace import collect_trace, trace_scope
+from torch_remat.policy import PolicyReport, RegionListing, apply_policy, available_regions
 from torch_remat.region import name_scope, recompute_needs_tensor, region, save_for_backward
 from torch_remat.runtime.dynamo import keep_dynamo_out
 from torch_remat.runtime.frame import is_recomputing
@@ -14,12 +16,17 @@ from torch_remat.runtime.state import RecomputeStateHook
 __version__ = "0.3.0"
 
 keep_dynamo_out(__name__)
+_check_ranks()
 
 __all__ = [
     "GeneratorHook",
+    "PolicyReport",
     "RecomputeStateHook",
+    "RegionListing",
     "SavedTensorInfo",
     "SavedTensorKind",
+    "apply_policy",
+    "available_regions",
     "checkpoint",
     "collect_trace",
     "current_saved_tensor_info",
