@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from torch_remat.compile.traced import traced_checkpoint
 from torch_remat.errors import InvalidTypeError, InvalidValueError, UnsupportedError
 from torch_remat.runtime import events
 from torch_remat.runtime.backward import Trigger, unpacker
 from torch_remat.runtime.bitwise import BitwiseCheck
-from torch_remat.runtime.dynamo import eager_only
+from torch_remat.runtime.dynamo import eager_only, tracing
 from torch_remat.runtime.forward import ForwardFrame, early_stop_allowed, run_forward
 from torch_remat.runtime.frame import current_frame, scopes
 from torch_remat.runtime.hooks import HookPair, SavedTensorKind, call_pack, native_pair, top_hooks
@@ -140,6 +141,8 @@ class Checkpointed(Generic[P, R]):
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Run the function as a checkpoint."""
+        if tracing():
+            return traced_checkpoint(_call, self._options, self.__wrapped__, args, kwargs)
         return _call(self._options, self.__wrapped__, args, kwargs)
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
@@ -161,7 +164,7 @@ class Checkpointed(Generic[P, R]):
         return f"<checkpoint {self._options.name or ''} of {self.__wrapped__!r}>"
 
 
-@eager_only("torch_remat.checkpoint is not supported under torch.compile yet. To fix: compile what it wraps.")
+@eager_only("a torch_remat.checkpoint that runs eagerly is no part of a graph.")
 def _call(options: _Options, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     outer = current_frame.get()
     if outer is not None and outer.checkpoint_frame is None:

@@ -8,7 +8,10 @@ from typing import Any, Generic, ParamSpec, TypeVar
 
 from torch import Tensor
 
+from torch_remat.compile.trace import enter_scope, leave_scope
+from torch_remat.compile.traced import traced_region
 from torch_remat.errors import InvalidTypeError, InvalidValueError, UsageError
+from torch_remat.runtime.dynamo import tracing
 from torch_remat.runtime.frame import current_frame, scopes
 
 __all__ = ["Region", "name_scope", "recompute_needs_tensor", "region", "save_for_backward"]
@@ -29,6 +32,8 @@ class Region(Generic[P, R]):
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Run the function as a region."""
+        if tracing():
+            return traced_region(self.__wrapped__, self._name, self._recompute, args, kwargs)
         frame = current_frame.get()
         if frame is None or frame.inert:
             return self.__wrapped__(*args, **kwargs)
@@ -105,10 +110,16 @@ class name_scope:  # noqa: N801 - used like a function
             raise UsageError(f"name_scope expects a str, got {type(self._prefix).__name__}.")
         if not self._prefix:
             raise InvalidValueError("a name_scope prefix must be non-empty.")
-        self._tokens.append(scopes.set((*scopes.get(), self._prefix)))
+        if tracing():
+            enter_scope(self._prefix)
+        else:
+            self._tokens.append(scopes.set((*scopes.get(), self._prefix)))
 
     def __exit__(self, *exc_info: object) -> None:
-        scopes.reset(self._tokens.pop())
+        if tracing():
+            leave_scope(True)
+        else:
+            scopes.reset(self._tokens.pop())
 
 
 def recompute_needs_tensor(*tensors: Tensor) -> None:
@@ -127,6 +138,8 @@ def recompute_needs_tensor(*tensors: Tensor) -> None:
                 f"recompute_needs_tensor expects Tensor arguments, got {type(tensor).__name__}. "
                 f"To fix: pass the tensors themselves, one argument each."
             )
+    if tracing():
+        return  # the partitioner finds readers by itself
     frame = current_frame.get()
     if frame is not None and not frame.replaying:
         frame.declare(tensors)
@@ -156,7 +169,8 @@ def save_for_backward(ctx: Any, saved: Mapping[str, Tensor | None]) -> None:
             raise UsageError(f"a save_for_backward name must not contain a dot, got {name!r}.")
         if value is not None and not isinstance(value, Tensor):
             raise UsageError(f"save_for_backward expects tensors or None, got {type(value).__name__} for {name!r}.")
-    frame = current_frame.get()
-    if frame is not None:
-        frame.name_saves(ctx, saved)
+    if not tracing():
+        frame = current_frame.get()
+        if frame is not None:
+            frame.name_saves(ctx, saved)
     ctx.save_for_backward(*saved.values())

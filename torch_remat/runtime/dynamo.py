@@ -7,15 +7,41 @@ frame evaluator; both are used here without importing ``torch._dynamo``, which t
 
 from __future__ import annotations
 
+import functools
 import importlib
 import sys
+import threading
 import types
 from collections.abc import Iterator
 from typing import Any, TypeVar
 
-__all__ = ["eager_only", "keep_dynamo_out"]
+import torch
+
+__all__ = ["Phase", "eager_only", "keep_dynamo_out", "live", "tracing"]
 
 F = TypeVar("F")
+
+tracing = torch.compiler.is_dynamo_compiling
+"""Whether Dynamo is tracing the code that asks. A constant to Dynamo, and otherwise one call that returns False."""
+
+
+class Phase:
+    """What compiled code asks about the pass it is called in: it can read and guard attributes, not context variables.
+
+    One type for both passes, so that replay runs what was compiled in forward.
+    """
+
+    def __init__(self, replaying: bool) -> None:
+        self.inside = True  # in recomputed code; False in the body of a SAVE region
+        self.replaying = replaying
+
+
+class _Live(threading.local):
+    def __init__(self) -> None:
+        self.phase: Phase | None = None
+
+
+live = _Live()
 
 
 def eager_only(reason: str) -> Any:
@@ -49,6 +75,8 @@ def _codes(holder: Any, module: str) -> Iterator[types.CodeType]:
             value = value.__func__
         if isinstance(value, property):
             value = value.fget
+        if isinstance(value, functools._lru_cache_wrapper):
+            value = value.__wrapped__
         if isinstance(value, types.FunctionType) and value.__module__ == module:
             yield from _nested(value.__code__)
         elif isinstance(value, type) and value.__module__ == module:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from torch_remat.errors import ModifiedError, RandomStateError, display_name
 from torch_remat.runtime import events, externals
-from torch_remat.runtime.dynamo import eager_only
+from torch_remat.runtime.dynamo import eager_only, live
 from torch_remat.runtime.frame import Frame, current_frame, scopes
 from torch_remat.runtime.generators import random_message
 from torch_remat.runtime.hooks import (
@@ -201,6 +201,7 @@ class ForwardFrame(Frame):
         span = record.span = Span(record.name, _sequence_nr())
         self.tape.spans.items.append(span)
         self.inert += 1
+        self.phase.inside = False
         try:
             result = function(*args, **kwargs)
         except BaseException as error:
@@ -213,6 +214,7 @@ class ForwardFrame(Frame):
             raise
         finally:
             self.inert -= 1
+            self.phase.inside = self.inert == 0
             span.end = _sequence_nr()
             if saves is not None:
                 pop_hooks()
@@ -406,6 +408,8 @@ class ForwardFrame(Frame):
 def run_forward(frame: ForwardFrame, function: Any, args: Any, kwargs: Any) -> Any:
     """Run the body under ``frame``; leaves no trace when it raises."""
     token = current_frame.set(frame)
+    outer = live.phase
+    live.phase = frame.phase
     frame.tape.scopes = scopes.get()
     try:
         push_hooks(frame.hook, frame.unpack)
@@ -417,6 +421,7 @@ def run_forward(frame: ForwardFrame, function: Any, args: Any, kwargs: Any) -> A
         finally:
             pop_hooks()
     finally:
+        live.phase = outer
         current_frame.reset(token)
 
 

@@ -9,9 +9,10 @@ from typing import Any
 from torch import Tensor
 
 from torch_remat.errors import DuplicateNameError, display_name
+from torch_remat.runtime.dynamo import Phase, live, tracing
 from torch_remat.runtime.tape import Tape
 
-__all__ = ["Frame", "current_frame", "is_recomputing", "qualified", "scopes"]
+__all__ = ["Frame", "current_frame", "duplicate_message", "is_recomputing", "qualified", "scopes"]
 
 
 class Frame:
@@ -24,6 +25,7 @@ class Frame:
     def __init__(self, tape: Tape) -> None:
         self.tape = tape
         self.inert = 0  # above zero inside the body of a SAVE region: annotations there do nothing
+        self.phase = Phase(self.replaying)
         self.names: set[str] = set()
         self.inner_checkpoints: dict[str, int] = {}
 
@@ -32,11 +34,7 @@ class Frame:
         name = qualified(name)
         if name in self.names:
             phase = "recompute" if self.replaying else "forward"
-            raise DuplicateNameError(
-                f"Duplicate torch_remat region name {display_name(self.tape.name, name)} during {phase}. "
-                f"To fix: give each call of a region in one checkpoint its own name, "
-                f'for example with `with remat.name_scope(f"step{{i}}"):` around it.'
-            )
+            raise DuplicateNameError(duplicate_message(self.tape.name, name, phase))
         self.names.add(name)
         return name
 
@@ -67,6 +65,15 @@ current_frame: ContextVar[Frame | None] = ContextVar("torch_remat_frame", defaul
 scopes: ContextVar[tuple[str, ...]] = ContextVar("torch_remat_scopes", default=())
 
 
+def duplicate_message(checkpoint: str | None, name: str, phase: str) -> str:
+    """The text of the error for a second region of one name."""
+    return (
+        f"Duplicate torch_remat region name {display_name(checkpoint, name)} during {phase}. "
+        f"To fix: give each call of a region in one checkpoint its own name, "
+        f'for example with `with remat.name_scope(f"step{{i}}"):` around it.'
+    )
+
+
 def qualified(name: str) -> str:
     """``name`` behind the open name scopes, joined by ``/``."""
     prefix = scopes.get()
@@ -78,6 +85,12 @@ def is_recomputing() -> bool:
 
     True only while a checkpoint's body runs again inside backward; False in the forward, in backward code, outside, and
     in threads that the body starts. Use it to guard side effects that must happen once.
+
+    In code compiled by ``torch.compile``: False in a checkpoint that is part of the graph, where the compiler replays
+    operations and no Python; in a compiled part of an eager checkpoint as in eager code (one compilation for each
+    answer).
     """
+    if tracing():
+        return live.phase is not None and live.phase.replaying
     frame = current_frame.get()
     return frame is not None and frame.replaying

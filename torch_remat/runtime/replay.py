@@ -26,7 +26,7 @@ from torch_remat.errors import (
     display_name,
 )
 from torch_remat.runtime import events, placeholder
-from torch_remat.runtime.dynamo import eager_only
+from torch_remat.runtime.dynamo import eager_only, live
 from torch_remat.runtime.frame import Frame, current_frame, scopes
 from torch_remat.runtime.generators import (
     DrawWatch,
@@ -448,6 +448,8 @@ def _put_back(guard: GeneratorGuard, tape: Tape) -> None:
 
 def _run(frame: ReplayFrame, tape: Tape, args: Any, kwargs: Any) -> None:
     token = current_frame.set(frame)
+    outer = live.phase
+    live.phase = frame.phase
     scope_token = scopes.set(tape.scopes)
     try:
         with restored(tape.ambient):
@@ -461,6 +463,7 @@ def _run(frame: ReplayFrame, tape: Tape, args: Any, kwargs: Any) -> None:
         pass
     finally:
         scopes.reset(scope_token)
+        live.phase = outer
         current_frame.reset(token)
 
 
