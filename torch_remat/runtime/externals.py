@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["Holder", "Watched", "find", "locate"]
+__all__ = ["Holder", "Seen", "find", "locate"]
 
 Getter = Callable[[Any], Any]
 
@@ -61,29 +61,53 @@ def find(function: Any, wanted: Callable[[Tensor], bool]) -> tuple[Holder, ...]:
     return tuple(found)
 
 
-Watched = tuple[str, Tensor, int, Callable[[], Any] | None]
-"""An external tensor of one call: its name, itself, its version counter then, and who tells what is there now.
+class Seen:
+    """The external tensors of one call that one holder led to, and their version counters then."""
 
-The last is None for parameters: FSDP and others swap them between forward and backward. A plain tuple: one is made for
-every parameter in every call.
-"""
+    __slots__ = ("places", "tensors", "versions")
+
+    def __init__(self, places: list[Place], tensors: list[Tensor]) -> None:
+        self.places = places
+        self.tensors = tensors
+        self.versions = [tensor._version for tensor in tensors]
+
+    def changed(self) -> str | None:
+        """The name of one that was modified or replaced since; None when all are as they were."""
+        if [tensor._version for tensor in self.tensors] != self.versions:
+            return next(
+                place.name
+                for place, tensor, version in zip(self.places, self.tensors, self.versions, strict=True)
+                if tensor._version != version
+            )
+        for place, tensor in zip(self.places, self.tensors, strict=True):
+            if not place.may_be_swapped and place.now() is not tensor:
+                return place.name
+        return None
 
 
-def locate(function: Any, holders: tuple[Holder, ...]) -> list[Watched]:
+class Place(NamedTuple):
+    """Where an external tensor is: its name, a call that gets it, and whether others may put another one there.
+
+    FSDP and others swap parameters between forward and backward.
+    """
+
+    name: str
+    now: Callable[[], Any]
+    may_be_swapped: bool
+
+
+def locate(function: Any, holders: tuple[Holder, ...]) -> list[Seen]:
     """What ``holders`` lead to on ``function``, as far as it is there."""
-    found: list[Watched] = []
+    found: list[Seen] = []
     for holder in holders:
         try:
             value = holder.getter(function)
             if not holder.entries:
-                owner = functools.partial(_now, holder.getter, function)
-                found.append((holder.name, value, value._version, owner))
-                continue
-            for name, owner, key, is_parameter in _resolved(value, holder.entries):
-                tensor = owner[key]
-                found.append(
-                    (name, tensor, tensor._version, None if is_parameter else functools.partial(owner.get, key))
-                )
+                places = [Place(holder.name, functools.partial(_now, holder.getter, function), False)]
+                found.append(Seen(places, [value]))
+            else:
+                places = _places(value, holder.entries)
+                found.append(Seen(places, [place.now() for place in places]))
         except (AttributeError, KeyError, IndexError, TypeError, ValueError, RuntimeError):
             continue  # another object of the same code is built differently, or holds an inference tensor
     return found
@@ -96,23 +120,23 @@ def _now(getter: Getter, function: Any) -> Any:
         return None
 
 
-_owners: weakref.WeakKeyDictionary[torch.nn.Module, tuple[Any, list[tuple[str, dict[str, Any], str, bool]]]]
-_owners = weakref.WeakKeyDictionary()
+_known_places: weakref.WeakKeyDictionary[torch.nn.Module, tuple[Any, list[Place]]] = weakref.WeakKeyDictionary()
 
 
-def _resolved(module: torch.nn.Module, entries: tuple[Entry, ...]) -> list[tuple[str, dict[str, Any], str, bool]]:
-    """The dicts that hold ``entries`` on ``module``; walked once per module."""
-    known = _owners.get(module)
+def _places(module: torch.nn.Module, entries: tuple[Entry, ...]) -> list[Place]:
+    """Where ``entries`` are on ``module``; walked once per module."""
+    known = _known_places.get(module)
     if known is not None and known[0] is entries:
         return known[1]
-    found = []
+    places = []
     for entry in entries:
         owner: Any = module
         for part in entry.path:
             owner = owner._modules[part]
-        found.append((entry.name, getattr(owner, entry.kind), entry.key, entry.kind == "_parameters"))
-    _owners[module] = (entries, found)
-    return found
+        now = functools.partial(getattr(owner, entry.kind).get, entry.key)
+        places.append(Place(entry.name, now, entry.kind == "_parameters"))
+    _known_places[module] = (entries, places)
+    return places
 
 
 def _module_entries(name: str, module: torch.nn.Module) -> Iterator[tuple[Entry, Tensor | None]]:

@@ -88,6 +88,7 @@ class ForwardFrame(Frame):
         self.loose: list[weakref.ref[Slot]] = []  # state hooks may restore, and so write to, what these have saved
         self.lost: str | None = None  # a SAVE region whose change of an argument replay could not repeat
         self.known = registry.known(key)
+        self.layouts = self.known.layouts
         self.plans: list[Plan] = []
         self.observer: Observer | None = None
         if self.known.wants_observing():
@@ -105,10 +106,21 @@ class ForwardFrame(Frame):
         """Pack hook of recomputed code. The hottest function here: one call for each save."""
         if tensor.is_leaf and tensor.requires_grad and id(tensor) not in self.input_ids:
             return Kept(tensor, (self.tape.name, None, 0))
-        expected = (tensor.shape, tensor.dtype, tensor.device) if self.check else None
+        slots = self.slots
+        expected = None
+        if self.check:
+            expected = (tensor.shape, tensor.dtype, tensor.device)
+            layouts = self.layouts
+            position = len(slots)
+            if position == len(layouts):
+                layouts.append(expected)
+            elif layouts[position] == expected:
+                expected = layouts[position]  # one object less for each save, which the garbage collector would count
+            else:
+                layouts[position] = expected
         slot = Slot(expected, tensor)
         reference = _reference(slot)
-        self.slots.append(reference)
+        slots.append(reference)
         if self.hooks and not tensor.requires_grad:
             self.loose.append(reference)
         if self.observer is not None:

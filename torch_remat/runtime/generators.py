@@ -132,9 +132,7 @@ class GeneratorGuard:
 def _same(a: Any, b: Any) -> bool:
     if isinstance(a, tuple):
         return a == b
-    if not torch._C._len_torch_dispatch_stack():
-        return torch.equal(a, b)
-    # Bytes: no dispatch mode that is active may see or change the comparison.
+    # Bytes: quicker than torch.equal, and no dispatch mode that is active may see or change the comparison.
     return a.nbytes == b.nbytes and ctypes.string_at(a.data_ptr(), a.nbytes) == ctypes.string_at(b.data_ptr(), b.nbytes)
 
 

@@ -32,6 +32,7 @@ from torch_remat.runtime.tape import Kept, Output, OutputKind, Region, Slot, Tap
 __all__ = ["Observer", "laid_out", "private_copy", "storage_keys", "storages_of", "tensors_in"]
 
 _sequence_nr = getattr(torch._C._autograd, "_get_sequence_nr", None)
+_NO_END = 1 << 63
 _OP, _INPUT, _OUTPUT, _EXTERNAL, _STALE = range(5)
 
 
@@ -42,12 +43,20 @@ class _Node(NamedTuple):
 
 
 class _Event(NamedTuple):
-    """A saved tensor of recomputed code: its slot, the node that made it, and how many nodes there were then."""
+    """A saved tensor of recomputed code: its slot, the node that made it, and how many nodes there were then.
+
+    ``number`` is autograd's sequence number then: nodes of operations that came before have smaller ones.
+    """
 
     slot: weakref.ref[Slot]
     node: int | None
     position: int
     storage: int | None
+    number: int
+
+
+def _number() -> int:
+    return _NO_END if _sequence_nr is None else _sequence_nr()
 
 
 def storage_keys(tensor: Tensor) -> list[int]:
@@ -137,16 +146,16 @@ class Observer(TorchDispatchMode):
         """Recomputed code saves ``tensor`` in ``slot``."""
         keys = storage_keys(tensor)
         for key in keys:
-            self._events.append(_Event(slot, self._writer.get(key), len(self._nodes), key))
+            self._events.append(_Event(slot, self._writer.get(key), len(self._nodes), key, _number()))
         if not keys:
-            self._events.append(_Event(slot, None, len(self._nodes), None))
+            self._events.append(_Event(slot, None, len(self._nodes), None, _number()))
 
     def rebuild(self, slot: weakref.ref[Slot], region_index: int, argument: int | None, tensor: Tensor) -> None:
         """The SAVE region saves a recomputed argument (None: an input of the checkpoint), which replay will rebuild."""
         if argument is not None:
             self._rebuild_arguments.setdefault(region_index, set()).add(argument)
         for key in storage_keys(tensor):
-            self._events.append(_Event(slot, self._writer.get(key), self._region_start, key))
+            self._events.append(_Event(slot, self._writer.get(key), self._region_start, key, _number()))
 
     def packed(self, region_index: int, tensor: Tensor) -> None:
         """A hook pair is about to pack what the SAVE region saves for its backward."""
@@ -366,13 +375,14 @@ class Observer(TorchDispatchMode):
         last = max((event.position for event in alive), default=-1)
         saved = {event.storage for event in alive}
         to_end = any(node >= last and key in saved for node, key in self._writes)
+        end = max((event.number for event in alive), default=0)
         if alive and (to_end or not early_stop):
-            last = len(self._nodes)
+            last, end = len(self._nodes), _NO_END
         starts = [event.node for event in alive if event.node is not None]
         starts += [root for root in self._roots if root < last]
         readers: dict[int, str] = {}
         needed = self._slice(starts, readers)
-        self._join_functions(outputs, needed, readers)
+        self._join_functions(outputs, end, needed, readers)
         self._check(needed)
         keep: dict[int, set[int]] = {}
         inputs: set[int] = set()
@@ -479,8 +489,11 @@ class Observer(TorchDispatchMode):
                 pending.append(read)
         return needed
 
-    def _join_functions(self, outputs: list[Any], needed: set[int], readers: dict[int, str]) -> None:
-        """Add what custom autograd Functions of recomputed code read; the dispatcher may not have seen it."""
+    def _join_functions(self, outputs: list[Any], end: int, needed: set[int], readers: dict[int, str]) -> None:
+        """Add what custom autograd Functions of recomputed code read; the dispatcher may not have seen it.
+
+        Those behind ``end``, the last save, are not run again.
+        """
         if not self._makers:
             return
         first = self._tape.first_sequence_nr
@@ -492,8 +505,11 @@ class Observer(TorchDispatchMode):
                 continue
             seen.add(function)
             following = [edge for edge, _ in function.next_functions if edge is not None]
-            if isinstance(function, torch.autograd.function.BackwardCFunction) and not self._in_span(
-                function._sequence_nr()
+            number = function._sequence_nr()
+            if (
+                number < end
+                and isinstance(function, torch.autograd.function.BackwardCFunction)
+                and not self._in_span(number)
             ):
                 for edge in following:
                     maker = self._makers.get((edge.name(), edge._sequence_nr()))

@@ -82,7 +82,7 @@ Path = tuple[Any, ...]
 class Known:
     """What is known of one body: plans, newest first, and paths that were taken without being observed."""
 
-    __slots__ = ("plans", "suspect", "trusted", "unobserved")
+    __slots__ = ("layouts", "plans", "suspect", "trusted", "unobserved")
 
     _TRIES = 8
     _PATHS = 16
@@ -91,6 +91,7 @@ class Known:
         self.trusted = trusted  # False: many bodies share this entry, and nothing is learned from any of them
         self.suspect = False  # a generator moved during a replay, perhaps in another thread: watch the next one
         self.plans: list[Plan] = []
+        self.layouts: list[Any] = []  # shape, dtype and device of each save in the latest call, for the next to share
         self.unobserved: dict[Path, int] = {}
 
     def wants_observing(self) -> bool:

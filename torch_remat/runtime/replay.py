@@ -473,8 +473,9 @@ def _identity(tensor: Tensor) -> Tensor:
 
 def _inputs(tape: Tape, frame: ReplayFrame) -> Any:
     """The arguments for replay: the same leaves and objects, fresh aliases of other tensors, in new containers."""
-    for name, tensor, version, owner in tape.externals:
-        if tensor._version != version or (owner is not None and owner() is not tensor):
+    for seen in tape.externals:
+        name = seen.changed()
+        if name is not None:
             raise ModifiedError(
                 f"{name}, which the body of checkpoint {display_name(tape.name)} reads, was modified or replaced "
                 f"between "

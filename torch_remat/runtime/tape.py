@@ -333,10 +333,13 @@ def version_probe(tensor: Tensor) -> Tensor | None:
 
     None for subclasses and for layouts other than strided: those cannot give their memory away.
     """
-    if (type(tensor) is not Tensor and type(tensor) is not torch.nn.Parameter) or tensor.layout is not torch.strided:
+    if type(tensor) is not Tensor and type(tensor) is not torch.nn.Parameter:
         return None
     probe = tensor.detach()
-    probe.data = _empty(tensor.device)
+    try:
+        probe.data = _empty(tensor.device)
+    except RuntimeError:  # sparse, say
+        return None
     return probe
 
 
