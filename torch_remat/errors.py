@@ -5,7 +5,8 @@ Each class derives from the built-in type that callers already catch for that ki
     RematError
     ├── UsageError (RuntimeError)             a call that the API does not allow
     │   ├── DuplicateNameError                one region name twice in a pass
-    │   └── PlaceholderError                  data of an output that was not kept was needed
+    │   ├── PlaceholderError                  data of an output that was not kept was needed
+    │   └── RankPolicyError                   ranks decided differently about one region
     ├── ReplayError (RuntimeError)            replay cannot give the numbers of forward
     │   ├── PolicyDriftError                  a region has another policy, or is missing, in replay
     │   ├── SavesDriftError                   replay saves other tensors than forward did
@@ -31,6 +32,7 @@ __all__ = [
     "PlaceholderError",
     "PolicyDriftError",
     "RandomStateError",
+    "RankPolicyError",
     "RematError",
     "ReplayError",
     "SavesDriftError",
@@ -55,6 +57,10 @@ class DuplicateNameError(UsageError):
 
 class PlaceholderError(UsageError):
     """The data of a tensor that was not kept is needed in replay."""
+
+
+class RankPolicyError(UsageError):
+    """Ranks of one process group have different policies for one region."""
 
 
 class ReplayError(RematError, RuntimeError):

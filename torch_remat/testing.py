@@ -103,8 +103,8 @@ class CountCollectives(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Note collectives; let DTensor and its like first take themselves apart."""
-        if any(issubclass(kind, Tensor) and _dispatches(kind) for kind in types):
+        """Note collectives; let DTensor and other wrappers first take themselves apart."""
+        if any(hasattr(kind, "__tensor_flatten__") for kind in types):
             return NotImplemented
         if func.namespace in _NAMESPACES:
             name = func._opname
@@ -130,10 +130,6 @@ class CountCollectives(TorchDispatchMode):
     def waits(self, phase: Phase | None = None) -> int:
         """How often functional collectives were waited for (``wait_tensor``)."""
         return sum(phase in (None, one) for one in self._waits)
-
-
-def _dispatches(kind: type) -> bool:
-    return getattr(kind, "__torch_dispatch__", None) is not torch._C._disabled_torch_dispatch_impl
 
 
 def _kind(operation: str) -> str | None:
@@ -214,7 +210,7 @@ class KeptBytes(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Note the storages that ``func`` makes."""
-        if any(issubclass(kind, Tensor) and _dispatches(kind) for kind in types):
+        if any(hasattr(kind, "__tensor_flatten__") for kind in types):
             return NotImplemented
         kwargs = kwargs or {}
         for storage in _storages((args, kwargs)):
