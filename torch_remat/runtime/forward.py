@@ -354,6 +354,9 @@ class ForwardFrame(Frame):
         count, regions = len(self.slots), len(tape.order)
         for plan in self.plans:
             if plan.slots == count and len(plan.steps) == regions:
+                if len(self.known.plans) > 1:  # some may be kept for a path that this call could have taken
+                    for record, step in zip(tape.order, plan.steps, strict=True):
+                        self._drop_unneeded(record, step)
                 return plan
         self._deviated()
         steps = tuple(Step(record.name, record.recompute, record.slots_before) for record in tape.order)
