@@ -2,6 +2,15 @@
 
 from torch_remat.checkpoint import checkpoint
 from torch_remat.diagnostics.explain import explain
+from torch_remat.diagnostics.graph import discover_autograd_roots
+from torch_remat.diagnostics.memory import (
+    current_memory_report,
+    format_current_memory_report,
+    format_saved_tensors_report,
+    print_current_memory_report,
+    print_saved_tensors_report,
+    saved_tensors_report,
+)
 from torch_remat.diagnostics.rank_check import install as _check_ranks
 from torch_remat.diagnostics.trace import collect_trace, trace_scope
 from torch_remat.policy import PolicyReport, RegionListing, apply_policy, available_regions
@@ -29,14 +38,21 @@ __all__ = [
     "available_regions",
     "checkpoint",
     "collect_trace",
+    "current_memory_report",
     "current_saved_tensor_info",
+    "discover_autograd_roots",
     "explain",
+    "format_current_memory_report",
+    "format_saved_tensors_report",
     "is_placeholder",
     "is_recomputing",
     "name_scope",
+    "print_current_memory_report",
+    "print_saved_tensors_report",
     "recompute_needs_tensor",
     "region",
     "save_for_backward",
     "saved_tensors_hooks",
+    "saved_tensors_report",
     "trace_scope",
 ]
