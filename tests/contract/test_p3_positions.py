@@ -331,6 +331,23 @@ class TestP3HookPairs:
             assert found == [inputs, saves, outputs]
             engine.backward([output.sum()])
 
+    def test_p3_weights_are_not_packed(self, engine: EagerEngine) -> None:
+        """Nor is a parameter that lies in a flat buffer."""
+        shapes: list[tuple[int, ...]] = []
+
+        def pack(tensor: Tensor) -> Tensor:
+            shapes.append(tuple(tensor.shape))
+            return tensor
+
+        weight = torch.nn.Parameter(torch.randn(3 * COLUMNS).view(3, COLUMNS))
+        call = engine.checkpoint(
+            lambda t: F.silu(save(F.linear, "linear")(t, weight)), saved_tensors_hooks=(pack, lambda tensor: tensor)
+        )
+        for _ in range(2):
+            shapes.clear()
+            engine.backward([call(leaf()).sum()])
+            assert shapes == [(ROWS, COLUMNS), (ROWS, 3)]  # the input, and the output that silu reads
+
     def test_p3_a_measuring_mode_around_the_body_changes_nothing(self, engine: EagerEngine) -> None:
         """A dispatch mode that looks at every argument's memory is not the body reading it."""
         x = leaf()

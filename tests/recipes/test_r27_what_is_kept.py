@@ -1,4 +1,4 @@
-"""R27 (parts 2, 3, 5): what is kept, exactly, in bytes derived from shapes."""
+"""R27: what is kept, exactly, in bytes derived from shapes; ``explain`` reports the same, region by region."""
 
 from __future__ import annotations
 
@@ -45,6 +45,67 @@ def assert_same(left: list[Tensor | None], right: list[Tensor | None]) -> None:
     assert all(a is not None and b is not None and torch.equal(a, b) for a, b in zip(left, right, strict=True))
 
 
+def reported(body: Callable[[Tensor], Tensor]) -> dict[str | None, int]:
+    """Bytes by region, as ``explain`` reports them; the whole of the checkpoint under None."""
+    x = torch.linspace(-1, 1, BATCH * WIDTH).reshape(BATCH, WIDTH).clone().requires_grad_()
+    (checkpoint,) = remat.explain(body, x).checkpoints
+    assert checkpoint.kept_bytes == sum(region.kept_bytes for region in checkpoint.regions)
+    return {None: checkpoint.kept_bytes} | {region.name: region.kept_bytes for region in checkpoint.regions}
+
+
+def test_r27_1_three_chained_linears() -> None:
+    """Each keeps its input, as autograd does; of the outputs only the last one is kept, where replay reads it."""
+    weights = [torch.randn(HIDDEN, WIDTH), torch.randn(HIDDEN, HIDDEN), torch.randn(WIDTH, HIDDEN)]
+    for weight in weights:
+        weight.requires_grad_()
+
+    def chain(t: Tensor) -> Tensor:
+        for index, weight in enumerate(weights):
+            t = remat.region(F.linear, f"w{index}", recompute=False)(t, weight)
+        return t
+
+    def read(t: Tensor) -> Tensor:
+        return F.gelu(chain(t * 2))
+
+    def added(t: Tensor) -> Tensor:
+        return t + chain(t * 2)
+
+    hidden, out = BATCH * HIDDEN * 4, BATCH * WIDTH * 4
+    for body, last in ((read, out), (added, 0)):
+        kept, grads = kept_and_grads(body, *weights)
+        assert_same(eager_grads(body, *weights), grads)
+        # w0's input is recomputed: rebuilt. The inputs of w1 and w2 are outputs of SAVE regions: kept by their saves.
+        assert kept == 2 * hidden + last
+        assert reported(body) == {None: kept, "w0": 0, "w1": hidden, "w2": hidden + last}
+
+
+def test_r27_4_trailing_residual_and_linear() -> None:
+    """The last linear's value is only added: it is not run again, and neither it nor its input is kept."""
+    wide, narrow = torch.randn(HIDDEN, WIDTH, requires_grad=True), torch.randn(WIDTH, HIDDEN, requires_grad=True)
+    runs: list[str] = []
+
+    def block(policy: bool) -> Callable[[Tensor], Tensor]:
+        def linear(t: Tensor, weight: Tensor) -> Tensor:
+            result = F.linear(t, weight)
+            runs.append("replay" if remat.is_recomputing() else "forward")
+            return result
+
+        def body(t: Tensor) -> Tensor:
+            hidden = remat.region(F.linear, "wide", recompute=False)(t, wide)
+            return t + remat.region(linear, "narrow", recompute=policy)(F.silu(hidden), narrow)
+
+        return body
+
+    for policy in (False, True):
+        body = block(policy)
+        runs.clear()
+        kept, grads = kept_and_grads(body, wide, narrow)
+        assert runs == ["forward"] * 3
+        assert_same(eager_grads(body, wide, narrow), grads)
+        assert kept == BATCH * HIDDEN * 4  # wide's output, which silu reads; narrow's input is rebuilt from it
+        assert reported(body) == {None: kept, "wide": kept, "narrow": 0}
+
+
 def test_r27_2_input_of_a_save_linear_is_rebuilt() -> None:
     """REC norm -> SAVE linear: the linear's input (8 x 16 x 4 = 512 bytes) is rebuilt; a kept one costs 512 more."""
     weight = torch.randn(HIDDEN, WIDTH, requires_grad=True)
@@ -64,6 +125,8 @@ def test_r27_2_input_of_a_save_linear_is_rebuilt() -> None:
     assert_same(eager_grads(rebuilt, weight), grads)
     kept_bytes, grads = kept_and_grads(kept, weight)
     assert_same(eager_grads(kept, weight), grads)
+    assert reported(rebuilt) == {None: 0, "norm": 0, "linear": 0}
+    assert reported(kept) == {None: 512, "norm": 0, "linear": 512}
     assert rebuilt_bytes == 0
     assert kept_bytes - rebuilt_bytes == BATCH * WIDTH * 4 == 512
 
@@ -84,6 +147,7 @@ def test_r27_3_two_declared_views_are_counted_once() -> None:
     kept, grads = kept_and_grads(body, weight)
     assert_same(eager_grads(body, weight), grads)
     assert kept == BATCH * 2 * HIDDEN * 4
+    assert reported(body) == {None: kept, "gate_up": kept}
 
 
 def test_r27_5_output_that_equals_an_input_is_not_kept_twice() -> None:
@@ -100,6 +164,7 @@ def test_r27_5_output_that_equals_an_input_is_not_kept_twice() -> None:
     kept, grads = kept_and_grads(body)
     assert_same(eager_grads(body), grads)
     assert kept == BATCH * WIDTH * 4  # the triple, read by replay; the other output is the argument, rebuilt
+    assert reported(body) == {None: kept, "both": kept}
 
 
 def test_r27_5_checkpoint_input_passed_through_is_not_kept_twice() -> None:
@@ -110,3 +175,4 @@ def test_r27_5_checkpoint_input_passed_through_is_not_kept_twice() -> None:
     kept, grads = kept_and_grads(body)
     assert_same(eager_grads(body), grads)
     assert kept == BATCH * WIDTH * 4  # the output of "gelu"
+    assert reported(body) == {None: kept, "same": 0, "gelu": kept}
