@@ -57,6 +57,8 @@ class Measured:
     bodies: Counter[str] = field(default_factory=Counter)
     """Runs of each body in the step."""
     regions: Counter[str] = field(default_factory=Counter)
+    kept: bool | None = None
+    """Whether the tensor that a test looks at was alive after forward."""
 
     def counts(self) -> dict[str, int]:
         """Collectives by kind; without broadcasts of scalars and barriers, which belong to no block."""
