@@ -13,6 +13,7 @@ from torch_remat.diagnostics.memory import (
 )
 from torch_remat.diagnostics.rank_check import install as _check_ranks
 from torch_remat.diagnostics.trace import collect_trace, trace_scope
+from torch_remat.diagnostics.verify import verify_replay
 from torch_remat.policy import PolicyReport, RegionListing, apply_policy, available_regions
 from torch_remat.region import name_scope, recompute_needs_tensor, region, save_for_backward
 from torch_remat.runtime.dynamo import keep_dynamo_out
@@ -55,4 +56,5 @@ __all__ = [
     "saved_tensors_hooks",
     "saved_tensors_report",
     "trace_scope",
+    "verify_replay",
 ]

@@ -23,6 +23,8 @@ Messages say what happened, where (checkpoint and region), what was expected and
 
 from __future__ import annotations
 
+from typing import Any
+
 __all__ = [
     "DuplicateNameError",
     "InternalError",
@@ -76,7 +78,12 @@ class SavesDriftError(ReplayError):
 
 
 class ValuesDriftError(ReplayError):
-    """Recomputed code computes other values in replay than in forward. Only a bitwise check notices."""
+    """Recomputed code computes other values in replay than in forward. Only a bitwise check notices.
+
+    ``report`` is what ``verify_replay`` has compared, and None where a checkpoint raised in backward.
+    """
+
+    report: Any = None
 
 
 class ModifiedError(ReplayError):

@@ -3,8 +3,9 @@
 Rules:
  1. Every tensor that replay makes for backward (slots, rebuilt saves of SAVE regions) and every one that it is given
     (persisted outputs, inputs) has a fingerprint from forward and gets one in replay.
- 2. A fingerprint is two 64-bit integers on the tensor's device: the sum of the elements' bits, and their sum weighted
-    by position. Integer sums do not depend on the order of summation, so the fingerprint of equal bits is equal.
+ 2. A fingerprint is two 64-bit integers on the tensor's device: the sum of the elements' bits, and their sum with
+    weights scrambled from the position. Integer sums do not depend on the order of summation: equal bits have equal
+    fingerprints.
  3. The device is asked once per replay, when all fingerprints are there.
  4. Nobody who does not ask pays: a check sits on the tape, and the passes look for it where they start.
 """
@@ -185,6 +186,11 @@ class BitwiseCheck:
             return
         raise ValuesDriftError(drift_message(differences[0], len(differing), len(found)))
 
+    def forget(self) -> None:
+        """Let go of all values."""
+        self._marks = {}
+        self._found = []
+
     def _difference(self, tape: Tape, found: _Found) -> Difference:
         mark = found.mark
         operation, made_by = _operation(mark.slot, self.roots) if mark.slot else (None, None)
@@ -234,9 +240,15 @@ def _fingerprint(tensor: Tensor) -> Tensor:
         total = torch.zeros(2, dtype=torch.int64, device=tensor.device)
         for start in range(0, bits.numel(), _CHUNK):
             part = bits[start : start + _CHUNK].to(torch.int64)
-            weights = torch.arange(start * 2 + 1, (start + part.numel()) * 2, 2, device=part.device)
-            total += torch.stack((part.sum(), (part * weights).sum()))
+            total += torch.stack((part.sum(), (part * _weights(start, part.numel(), part.device)).sum()))
         return total
+
+
+def _weights(start: int, count: int, device: torch.device) -> Tensor:
+    """A scrambled integer for each position. Weights that grow evenly would cancel out where elements move evenly."""
+    mixed = torch.arange(start + 1, start + count + 1, device=device).mul_(-7046029254386353131)
+    mixed ^= mixed >> 32
+    return mixed.mul_(-4658895280553007687).bitwise_or_(1)
 
 
 def _parts(tensor: Tensor) -> Iterator[Tensor]:

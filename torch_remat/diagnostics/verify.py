@@ -1,0 +1,164 @@
+"""``verify_replay``: run a forward and every replay of it, and compare all values, without a backward."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ParamSpec
+
+import torch
+from torch import Tensor
+
+from torch_remat.checkpoint import checkpoint
+from torch_remat.diagnostics.graph import nodes_of
+from torch_remat.diagnostics.report import Report, count_of
+from torch_remat.errors import InvalidTypeError, UsageError, ValuesDriftError, display_name
+from torch_remat.runtime.bitwise import BitwiseCheck, Difference, drift_message
+from torch_remat.runtime.forward import ForwardFrame
+from torch_remat.runtime.frame import Frame, current_frame
+from torch_remat.runtime.replay import replay
+from torch_remat.runtime.tape import Tape
+from torch_remat.runtime.tree import flatten
+
+__all__ = ["CheckedCheckpoint", "ReplayReport", "verify_replay"]
+
+P = ParamSpec("P")
+
+
+@dataclass(frozen=True)
+class CheckedCheckpoint(Report):
+    """One checkpoint: how many tensors of its replay were compared with forward's, and those that differ."""
+
+    name: str
+    compared: int
+    differences: tuple[Difference, ...]
+
+
+@dataclass(frozen=True)
+class ReplayReport(Report):
+    """What :func:`verify_replay` found, in the order of the forward."""
+
+    checkpoints: tuple[CheckedCheckpoint, ...]
+
+    @property
+    def compared(self) -> int:
+        """How many tensors were compared."""
+        return sum(one.compared for one in self.checkpoints)
+
+    @property
+    def differences(self) -> tuple[Difference, ...]:
+        """All differences, in the order of forward."""
+        return tuple(difference for one in self.checkpoints for difference in one.differences)
+
+    def format(self) -> str:
+        """A line for each checkpoint, and what differs."""
+        total = len(self.differences)
+        text = [
+            f"{count_of(self.compared, 'tensor')} of {count_of(len(self.checkpoints), 'checkpoint')} compared, "
+            + (f"{total} differ" if total else "all bits equal")
+        ]
+        for one in self.checkpoints:
+            text.append(f"{one.name}: {one.compared} compared, {len(one.differences)} differ")
+            for difference in one.differences:
+                first, *rest = difference.lines()
+                text += [f"  {first}", *(f"    {line}" for line in rest)]
+        return "\n".join(text)
+
+
+def verify_replay(function: Callable[P, Any], /, *args: P.args, **kwargs: P.kwargs) -> ReplayReport:
+    """Run ``function``, replay each of its checkpoints, and require that replay computes the very bits of forward.
+
+    Compared is every tensor that replay makes for backward and every one it is given. No backward runs and no gradient
+    changes.
+
+    Args:
+        function: a checkpointed function; one that runs checkpoints (a whole model); or one that runs none, which then
+            runs once more, as the body of a checkpoint.
+        *args: what it is called with. Something must require a gradient, as in training.
+        **kwargs: the same.
+
+    Returns:
+        What was compared, by checkpoint; nothing in it differs.
+
+    Both values of each tensor are kept until its checkpoint has been compared: this needs about the memory of the model
+    without checkpointing, twice.
+
+    Raises:
+        ValuesDriftError: some value differs. The message has the first; ``error.report`` has them all.
+        ReplayError: a replay fails in another way, as it would in backward.
+        RuntimeError: called inside a checkpoint.
+        TypeError: ``function`` is not callable.
+    """
+    if not callable(function):
+        raise InvalidTypeError(
+            f"verify_replay expects a function, got {type(function).__name__}. To fix: verify_replay(fn, *args)."
+        )
+    if current_frame.get() is not None:
+        raise UsageError("verify_replay() was called inside a checkpoint. To fix: call it outside, with the function.")
+    root = _Root()
+    outputs = root.run(function, args, kwargs)
+    if not root.tapes:
+        name = getattr(function, "__qualname__", type(function).__qualname__)
+        outputs = root.run(checkpoint(region_name=name)(function), args, kwargs)
+    report = ReplayReport(
+        tuple(reversed([_compared(tape(), check, name, outputs) for tape, check, name in root.last()]))
+    )
+    if report.differences:
+        count = len(report.differences)
+        error = ValuesDriftError(drift_message(report.differences[0], count, report.compared))
+        error.report = report
+        raise error
+    return report
+
+
+class _Root(Frame):
+    """Active around the call: checkpoints under it are compared ones, regions outside of them plain calls."""
+
+    def __init__(self) -> None:
+        super().__init__(Tape(None, _nothing))
+        self.inert = 1
+        self.checkpoint_frame = self._forward
+        self.tapes: list[tuple[weakref.ref[Tape], BitwiseCheck, str | None]] = []
+
+    def _forward(self, tape: Tape, key: Any, leaves: list[Any], *rest: Any) -> ForwardFrame:
+        tape.check = BitwiseCheck(tape, leaves, keep_values=True)
+        self.tapes.append((weakref.ref(tape), tape.check, tape.name))
+        return ForwardFrame(tape, key, leaves, *rest)
+
+    def run(self, function: Callable[..., Any], args: Any, kwargs: Any) -> list[Any]:
+        """Call the function; returns the leaves of what it returns, which keep the graph alive."""
+        token = current_frame.set(self)
+        try:
+            with torch.enable_grad():
+                result = function(*args, **kwargs)
+        finally:
+            current_frame.reset(token)
+        outputs: list[Any] = []
+        flatten(result, outputs)
+        return outputs
+
+    def last(self) -> list[tuple[weakref.ref[Tape], BitwiseCheck, str | None]]:
+        """The checkpoints that ran, the last one first, as backward meets them. Hands over their checks."""
+        found = self.tapes[::-1]
+        self.tapes = []
+        return found
+
+
+def _compared(tape: Tape | None, check: BitwiseCheck, name: str | None, outputs: list[Any]) -> CheckedCheckpoint:
+    if tape is not None:
+        check.roots = tuple(nodes_of(one for one in outputs if isinstance(one, Tensor)))
+        with tape.lock:
+            unfilled = tape.unfilled()
+            try:
+                if unfilled:
+                    replay(tape, unfilled)
+            finally:
+                tape.empty_slots()
+                check.roots = ()
+    check.forget()
+    return CheckedCheckpoint(display_name(name), check.compared, tuple(check.differences or ()))
+
+
+def _nothing() -> None:
+    """The body of the root's tape, which is never run."""
