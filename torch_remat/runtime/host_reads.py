@@ -16,6 +16,11 @@ from torch import Tensor
 
 __all__ = ["HostReads"]
 
+# Python functions of torch's that others call from C: `numpy.asarray`, `numpy.from_dlpack`, `pickle.dump`.
+_PROTOCOLS = {
+    getattr(method, "__code__", None) for method in (Tensor.__array__, Tensor.__dlpack__, Tensor.__reduce_ex__)
+} - {None}
+
 _READS = frozenset(("tolist", "numpy", "data_ptr", "untyped_storage", "__array__", "__dlpack__", "share_memory_"))
 
 
@@ -37,7 +42,11 @@ class HostReads:
 
     def _profile(self, frame: Any, event: str, arg: Any) -> None:
         if event == "c_call" and arg.__name__ in _READS:
-            tensor = getattr(arg, "__self__", None)
-            # What this library and torch's own Python code look at is no read of the body's.
-            if isinstance(tensor, Tensor) and "torch" not in frame.f_globals.get("__name__", "").partition(".")[0]:
-                self._on_read(tensor, arg.__name__)
+            self._read(getattr(arg, "__self__", None), arg.__name__, frame)
+        elif event == "call" and frame.f_code in _PROTOCOLS and frame.f_back is not None:
+            self._read(frame.f_locals.get("self"), frame.f_code.co_name, frame.f_back)
+
+    def _read(self, tensor: Any, method: str, reader: Any) -> None:
+        # What this library and torch's own Python code look at is no read of the body's.
+        if isinstance(tensor, Tensor) and "torch" not in reader.f_globals.get("__name__", "").partition(".")[0]:
+            self._on_read(tensor, method)
