@@ -43,8 +43,8 @@ class HostReads:
     def _profile(self, frame: Any, event: str, arg: Any) -> None:
         if event == "c_call" and arg.__name__ in _READS:
             self._read(getattr(arg, "__self__", None), arg.__name__, frame)
-        elif event == "call" and frame.f_code in _PROTOCOLS and frame.f_back is not None:
-            self._read(frame.f_locals.get("self"), frame.f_code.co_name, frame.f_back)
+        elif event == "call" and frame.f_code in _PROTOCOLS:
+            self._read(frame.f_locals.get("self"), str(frame.f_code.co_name), frame.f_back)
 
     def _read(self, tensor: Any, method: str, reader: Any) -> None:
         # What this library and torch's own Python code look at is no read of the body's.
