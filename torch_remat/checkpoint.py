@@ -122,7 +122,7 @@ def checkpoint(
 
 
 def _wrap(options: _Options, function: Callable[P, R]) -> Checkpointed[P, R]:
-    if not callable(function):
+    if not tracing() and not callable(function):
         raise InvalidTypeError(
             f"checkpoint(...) expects a function, got {type(function).__name__}. To fix: checkpoint(...)(fn)(*args)."
         )

@@ -79,7 +79,7 @@ def region(function: Callable[P, R], name: str, *, recompute: bool) -> Region[P,
         ValueError: ``name`` is empty.
         TypeError: ``name`` is not a string.
     """
-    if not callable(function):
+    if not tracing() and not callable(function):  # Dynamo cannot tell, of SomeFunction.apply for one
         raise UsageError(f"region expects a function as its first argument, got {type(function).__name__}.")
     if not name:
         raise InvalidValueError(

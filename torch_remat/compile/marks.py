@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import warnings
+from types import TracebackType
 from typing import Any
 
 import torch
 from torch.fx import traceback
 from torch.fx.experimental import proxy_tensor
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+from torch_remat.runtime.generators import GeneratorHook
 
 __all__ = ["SAVE_MARK", "contexts"]
 
@@ -16,8 +20,55 @@ SAVE_MARK = "torch_remat_save"
 
 
 def contexts() -> Any:
-    """The pair of contexts of a checkpoint in a graph."""
-    return create_selective_checkpoint_contexts(_policy, allow_cache_entry_mutation=True)
+    """The pair of contexts of a checkpoint in a graph: one for its forward, one for its recomputation.
+
+    AOTAutograd asks for them when it traces the graph, and the operations get their marks. A backend without it runs
+    the graph as it stands, and torch's checkpoint in it recomputes everything.
+    """
+    if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is None:
+        warnings.warn(
+            "This backend of torch.compile runs checkpoints without AOTAutograd: all of a checkpoint is recomputed, "
+            "its SAVE regions too.\nTo fix: use a backend that partitions the graph, such as inductor or aot_eager.",
+            stacklevel=2,
+        )
+        forward = _Forward()
+        return forward, _Recomputation(forward)
+    pair = create_selective_checkpoint_contexts(_policy, allow_cache_entry_mutation=True)
+    for context in pair:
+        context.supports_higher_order_operators = True
+    return pair
+
+
+class _Forward:
+    """A forward whose random numbers the recomputation draws again."""
+
+    ac_graph_id: Any = None  # torch notes the graph here
+
+    def __init__(self) -> None:
+        self.hook = GeneratorHook()
+        self.state: Any = None
+
+    def __enter__(self) -> None:
+        self.state = self.hook.snapshot()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        pass
+
+
+class _Recomputation:
+    """The recomputation of a :class:`_Forward`; leaves the generators as they were."""
+
+    def __init__(self, forward: _Forward) -> None:
+        self._forward = forward
+        self._outer: list[Any] = []
+
+    def __enter__(self) -> None:
+        hook = self._forward.hook
+        self._outer.append(hook.snapshot())
+        hook.restore(self._forward.state)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._forward.hook.restore(self._outer.pop())
 
 
 def _policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import ParamSpec, TypeVar
 
 from torch_remat.errors import InvalidValueError, UsageError
+from torch_remat.runtime.dynamo import tracing
 from torch_remat.runtime.events import region_started
 from torch_remat.runtime.tape import Region, Tape
 
@@ -96,7 +97,7 @@ def trace_scope(function: Callable[P, R], name: str, *, metadata: str | None = N
             raise InvalidValueError(f"a trace_scope {label} must be non-empty.")
 
     def scoped(*args: P.args, **kwargs: P.kwargs) -> R:
-        level = _level.get()
+        level = None if tracing() else _level.get()
         if level is None:
             return function(*args, **kwargs)
         entry = TraceEntry(name, metadata=metadata)

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import torch
 
-__all__ = ["Phase", "eager_only", "keep_dynamo_out", "live", "tracing"]
+__all__ = ["Phase", "eager_only", "frames_compiled_by", "keep_dynamo_out", "live", "set_frames_compiled_by", "tracing"]
 
 F = TypeVar("F")
 
@@ -42,6 +42,26 @@ class _Live(threading.local):
 
 
 live = _Live()
+
+
+def _evaluator(name: str, otherwise: Any) -> Any:
+    try:
+        return getattr(importlib.import_module("torch._C._dynamo.eval_frame"), name)
+    except (ImportError, AttributeError):
+        return otherwise
+
+
+def _nobody() -> None:
+    return None
+
+
+frames_compiled_by = _evaluator("get_eval_frame_callback", _nobody)
+"""Who compiles the functions that this thread calls: something inside a ``torch.compile``, None outside.
+
+A replay has to run what forward ran, so it takes over forward's answer; compiled and plain code save other tensors.
+"""
+
+set_frames_compiled_by = _evaluator("set_eval_frame", id)
 
 
 def eager_only(reason: str) -> Any:

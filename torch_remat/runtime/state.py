@@ -13,6 +13,8 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
 
+from torch_remat.runtime.dynamo import frames_compiled_by, set_frames_compiled_by
+
 __all__ = ["Ambient", "RecomputeStateHook", "restored"]
 
 
@@ -36,15 +38,16 @@ class RecomputeStateHook(Protocol):
 
 
 class Ambient:
-    """Autocast, default dtype and torch function modes of a moment."""
+    """Autocast, default dtype, torch function modes and who compiles, at a moment."""
 
-    __slots__ = ("autocast", "default_dtype", "modes")
+    __slots__ = ("autocast", "compiled_by", "default_dtype", "modes")
 
     def __init__(self) -> None:
         self.autocast: list[tuple[str, bool, torch.dtype]] | None = None  # None: off everywhere
         if any(map(torch.is_autocast_enabled, _autocast_devices())):
             self.autocast = _autocast()
         self.default_dtype = torch.get_default_dtype()
+        self.compiled_by = frames_compiled_by()
         self.modes: list[Any] = []
         if torch._C._len_torch_function_stack():
             self.modes = _get_current_function_mode_stack()
@@ -92,6 +95,10 @@ class restored:  # noqa: N801 - used like a function
         undo = self._undo
         undo.append(functools.partial(torch.set_grad_enabled, torch.is_grad_enabled()))
         torch.set_grad_enabled(True)
+        compiled_by = frames_compiled_by()
+        if then.compiled_by is not compiled_by:
+            undo.append(functools.partial(set_frames_compiled_by, compiled_by))
+            set_frames_compiled_by(then.compiled_by)
         if then.is_plain() and _is_plain_now(then.default_dtype):
             return
         now = Ambient()
