@@ -8,6 +8,7 @@ Exit status 1 when a file failed, hung past its time limit, or collected no test
 
 import argparse
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -23,18 +24,24 @@ def main() -> int:
     """Run the files; returns the exit status."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("files", nargs="*", help="names of test files in this folder (default: all)")
-    parser.add_argument("--ranks", type=int, default=2, help="processes per file (default 2)")
+    parser.add_argument("--ranks", type=int, help="processes per file (default: `RANKS = ...` in the file, else 2)")
     parser.add_argument("--timeout", type=float, default=240.0, help="seconds one file may take (default 240)")
     options, pytest_arguments = parser.parse_known_args()
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that a running file is ended too
     files = [HERE / name for name in options.files] or sorted(HERE.glob("test_*.py"))
     if not files:
         parser.error(f"no test_*.py in {HERE}")
-    failed = [file.name for file in files if not _run(file, options.ranks, options.timeout, pytest_arguments)]
+    failed = [file.name for file in files if not _run(file, options.ranks or _ranks(file), options.timeout, pytest_arguments)]
     if failed:
         print(f"multi-process tests FAILED: {', '.join(failed)}", file=sys.stderr)
         return 1
     return 0
+
+
+def _ranks(file: Path) -> int:
+    """How many ranks a file asks for."""
+    found = re.search(r"^RANKS = (\d+)", file.read_text(encoding="utf-8"), re.MULTILINE)
+    return int(found[1]) if found else 2
 
 
 def _run(file: Path, ranks: int, timeout_seconds: float, pytest_arguments: list[str]) -> bool:
