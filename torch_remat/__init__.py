@@ -1,6 +1,7 @@
 """torch_remat: region-based activation checkpointing for PyTorch. The usual alias is ``remat``."""
 
 from torch_remat.checkpoint import checkpoint
+from torch_remat.diagnostics.allocations import clear_memory_snapshot_cache, memory_snapshot_annotate
 from torch_remat.diagnostics.explain import explain
 from torch_remat.diagnostics.graph import discover_autograd_roots
 from torch_remat.diagnostics.memory import (
@@ -10,6 +11,12 @@ from torch_remat.diagnostics.memory import (
     print_current_memory_report,
     print_saved_tensors_report,
     saved_tensors_report,
+)
+from torch_remat.diagnostics.oom import (
+    format_oom_saved_tensors_report,
+    install_oom_observer,
+    oom_observer,
+    oom_report,
 )
 from torch_remat.diagnostics.rank_check import install as _check_ranks
 from torch_remat.diagnostics.trace import collect_trace, trace_scope
@@ -38,16 +45,22 @@ __all__ = [
     "apply_policy",
     "available_regions",
     "checkpoint",
+    "clear_memory_snapshot_cache",
     "collect_trace",
     "current_memory_report",
     "current_saved_tensor_info",
     "discover_autograd_roots",
     "explain",
     "format_current_memory_report",
+    "format_oom_saved_tensors_report",
     "format_saved_tensors_report",
+    "install_oom_observer",
     "is_placeholder",
     "is_recomputing",
+    "memory_snapshot_annotate",
     "name_scope",
+    "oom_observer",
+    "oom_report",
     "print_current_memory_report",
     "print_saved_tensors_report",
     "recompute_needs_tensor",
