@@ -33,22 +33,24 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _CHECKS = ("default", "none", "bitwise")
+_ON_MISSING = ("error", "rerun")
 _sequence_nr = getattr(torch._C._autograd, "_get_sequence_nr", None)
 
 
 class _Options:
     """What ``checkpoint(...)`` was given, validated."""
 
-    __slots__ = ("bitwise", "check", "hooks", "name", "pair")
+    __slots__ = ("bitwise", "check", "hooks", "name", "pair", "reruns")
 
     def __init__(
-        self, name: str | None, check: str, pair: HookPair | None, hooks: tuple[RecomputeStateHook, ...]
+        self, name: str | None, check: str, pair: HookPair | None, hooks: tuple[RecomputeStateHook, ...], reruns: bool
     ) -> None:
         self.name = name
         self.check = check != "none"
         self.bitwise = check == "bitwise"
         self.pair = pair
         self.hooks = hooks
+        self.reruns = reruns
 
 
 def checkpoint(
@@ -58,6 +60,7 @@ def checkpoint(
     preserve_rng_state: bool = False,
     saved_tensors_hooks: tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None = None,
     recompute_state_hooks: Iterable[RecomputeStateHook] = (),
+    on_missing: str = "error",
 ) -> Callable[[Callable[P, R]], Checkpointed[P, R]]:
     """Make a function recompute itself in backward, except for its SAVE regions.
 
@@ -78,6 +81,11 @@ def checkpoint(
         saved_tensors_hooks: (pack, unpack) for the inputs, the saves of SAVE regions and the persisted outputs of this
             checkpoint.
         recompute_state_hooks: objects with ``snapshot()`` and ``restore(state)``; see :class:`RecomputeStateHook`.
+        on_missing: what happens when replay needs an output of a SAVE region that was not kept, because the body does
+            not do what it did when it was last looked at: ``"error"`` raises ``PlaceholderError``; ``"rerun"`` starts
+            the replay over, runs that region in it, and warns. Such a region must draw no random numbers without a
+            state hook and modify nothing that it did not make; its collectives are issued again. Either way the next
+            call is looked at anew. Inside another checkpoint the outer one's choice counts.
 
     Returns:
         A decorator for any callable. The wrapped callable takes and returns what the function does: any arguments, any
@@ -87,7 +95,8 @@ def checkpoint(
     Raises:
         TypeError: ``checkpoint(fn)``: options come first, ``checkpoint(...)(fn)``; or an option has the wrong type.
         NotImplementedError: ``preserve_rng_state`` is true.
-        ValueError: ``determinism_check`` is not one of the allowed values, or ``region_name`` is empty.
+        ValueError: ``determinism_check`` or ``on_missing`` is not one of the allowed values, or ``region_name`` is
+            empty.
 
     Cost: one more run of the recomputed code, and about the Python overhead of a few operations per call.
     """
@@ -104,6 +113,8 @@ def checkpoint(
         )
     if determinism_check not in _CHECKS:
         raise InvalidValueError(f"determinism_check should be one of {_CHECKS}, got {determinism_check!r}.")
+    if on_missing not in _ON_MISSING:
+        raise InvalidValueError(f"on_missing should be one of {_ON_MISSING}, got {on_missing!r}.")
     if preserve_rng_state:
         raise UnsupportedError(
             "checkpoint does not preserve torch's RNG state by itself: that would cost a copy of every generator at "
@@ -117,6 +128,7 @@ def checkpoint(
         determinism_check,
         _checked_pair(saved_tensors_hooks),
         _checked_hooks(recompute_state_hooks),
+        on_missing == "rerun",
     )
     return functools.partial(_wrap, options)
 
@@ -176,6 +188,8 @@ def _call(options: _Options, function: Callable[..., Any], args: tuple[Any, ...]
     tape = Tape(options.name, function)
     pair = options.pair if options.pair is not None else native_pair(top_hooks())
     leaves = _take_inputs(tape, args, kwargs, pair)
+    if options.reruns:
+        tape.reruns = set()
     if options.bitwise:
         tape.check = BitwiseCheck(tape, leaves)
     tape.ambient = Ambient()

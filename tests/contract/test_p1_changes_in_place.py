@@ -384,6 +384,21 @@ class TestP1ChangedInTheBody:
                 with pytest.raises(RuntimeError, match="modified"):
                     engine.backward([output.sum()])
 
+    @pytest.mark.parametrize("calls", [3])
+    @pytest.mark.parametrize("make", [lambda t: t * 2, lambda t: t + 0, lambda t: t.view(-1) * 1])
+    @pytest.mark.parametrize("part", [lambda h: h, lambda h: h[0], lambda h: h.unsqueeze(0)])
+    def test_p1_save_region_changes_what_nobody_else_needs(
+        self, engine: EagerEngine, x: Tensor, make: Any, part: Any, calls: int
+    ) -> None:
+        """Replay needs the tensor's data for one thing only: to write the region's change into it."""
+
+        def body(t: Tensor) -> Tensor:
+            hidden = make(t)
+            remat.region(lambda u: u.mul_(3), "changes", recompute=False)(part(hidden))
+            return torch.exp(torch.sin(hidden))
+
+        compare(body, [x * 1], engine=engine, calls=calls)
+
     @pytest.mark.parametrize("policy", ["-", "S", "R"])
     def test_p1_save_of_an_op_changed_in_recomputed_code(self, engine: EagerEngine, x: Tensor, policy: str) -> None:
         """The rebuilt save aliases a tensor that later body code changes: eager refuses, so must replay."""

@@ -14,7 +14,18 @@ from helpers.events import Hidden, under
 from torch import Tensor
 
 import torch_remat as remat
-from torch_remat.errors import RematError
+from torch_remat.errors import ModifiedError, RematError
+
+COUNTER = torch.zeros(())
+GLOBAL = torch.ones(())
+
+
+def odd(t: Tensor, depth: int) -> Tensor:
+    return t * GLOBAL if depth == 0 else even(t.tanh(), depth - 1)
+
+
+def even(t: Tensor, depth: int) -> Tensor:
+    return t * GLOBAL if depth == 0 else odd(t * t, depth - 1)
 
 
 def save(function: Callable[..., Any], name: str) -> Callable[..., Any]:
@@ -135,8 +146,67 @@ class TestP1Ways:
         call = engine.checkpoint(body, recompute_state_hooks=hooks)
         for letter in "RRSSR-S":
             policy["late"] = letter
-            with pytest.raises(RuntimeError, match="modified"):
+            with pytest.raises(RuntimeError, match=r"modif(ied|ies)"):
                 engine.backward([call(x).sum()])
+
+    @pytest.mark.parametrize("tracked", [True, False])
+    def test_p1_region_changes_what_it_captured_on_a_new_path(
+        self, engine: EagerEngine, x: Tensor, tracked: bool
+    ) -> None:
+        """Nobody saved it, but a later copy of it: replay, which skips the region, would copy the old value."""
+        policy = Hidden({"r": "R"})
+
+        def body(t: Tensor) -> Tensor:
+            hidden = t * 1.25 if tracked else t.detach() * 1.25
+            result = under(policy["r"], lambda u: (hidden.mul_(3), u * 2)[1], "r")(t)
+            return torch.sin(hidden.clone()) * result
+
+        call = engine.checkpoint(body)
+        refused = 0
+        for letter in "RRSSR":
+            policy["r"] = letter
+            expected = torch.autograd.grad(body(x).sum(), x)[0]
+            try:
+                found = torch.autograd.grad(call(x).sum(), x)[0]
+            except ModifiedError:
+                refused += 1
+            else:
+                assert torch.equal(found, expected)
+        assert refused == 2
+
+    @pytest.mark.parametrize("place", ["buffer", "captured", "global"])
+    def test_p1_region_updates_what_is_outside_on_a_new_path(self, engine: EagerEngine, x: Tensor, place: str) -> None:
+        """Counters and running statistics that a SAVE region updates are updated once, on any path."""
+        policy = Hidden({"r": "R"})
+        module = torch.nn.BatchNorm1d(x.shape[1], dtype=x.dtype)
+        captured = torch.zeros(())
+
+        def update(u: Tensor) -> Tensor:
+            if place == "buffer":
+                return module(u)
+            (captured if place == "captured" else COUNTER).add_(1)
+            return u * 2
+
+        def body(t: Tensor) -> Tensor:
+            return under(policy["r"], lambda u: remat.region(update, "inner", recompute=False)(u), "r")(t).sin()
+
+        call = engine.checkpoint(body)
+        COUNTER.zero_()
+        for letter in "RRSSR":
+            policy["r"] = letter
+            call(x).sum().backward()
+        counted = {"buffer": module.num_batches_tracked, "captured": captured, "global": COUNTER}[place]
+        assert float(counted) == 5
+
+    def test_p1_body_reaches_functions_that_call_each_other(self, engine: EagerEngine, x: Tensor) -> None:
+        call = engine.checkpoint(lambda t: odd(t.sin(), 3).exp())
+        for _ in range(2):
+            call(x).sum().backward()
+        GLOBAL.add_(1)
+        output = call(x)
+        GLOBAL.add_(1)
+        with pytest.raises(RuntimeError, match="GLOBAL"):
+            output.sum().backward()
 
     @pytest.mark.parametrize("returns", ["argument", "view", "other", "nothing"])
     @pytest.mark.parametrize("change", [lambda a, b: b.copy_(a * 0.5), lambda a, b: b[:2].add_(a[:2]), torch.add])

@@ -49,6 +49,8 @@ class Trigger:
 
     def __call__(self, grads: Any) -> None:
         """Replay, unless nothing is left to fill."""
+        if events.output_reached.listeners:
+            events.output_reached()
         tape = self._tape()
         if tape is not None and not tape.released:
             if events.backward_reached.listeners:

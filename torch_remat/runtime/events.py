@@ -11,6 +11,7 @@ __all__ = [
     "backward_reached",
     "body_learned",
     "forward_ended",
+    "output_reached",
     "region_called",
     "region_started",
     "replay_ended",
@@ -61,6 +62,8 @@ body_learned = Event()
 """``(tape, plan)``: forward was observed and has ended; ``plan`` is what was learned. Before :data:`forward_ended`."""
 forward_ended = Event()
 """``(tape,)``: the body has returned, and what the checkpoint keeps is settled."""
+output_reached = Event()
+"""``()``: backward reaches an output of a checkpoint, even when nothing of its tape is left."""
 backward_reached = Event()
 """``(tape,)``: backward is about to enter the block, with or without something to replay. May come repeatedly."""
 replay_started = Event()

@@ -50,7 +50,7 @@ def find(function: Any, wanted: Callable[[Tensor], bool]) -> tuple[Holder, ...]:
         return True
 
     found = []
-    for name, value, getter in _reachable(function, "", _itself, 3):
+    for name, value, getter in _reachable(function, "", _itself, 3, set()):
         if isinstance(value, Tensor):
             if take(value):
                 found.append(Holder(name, getter, ()))
@@ -152,7 +152,7 @@ def _itself(value: Any) -> Any:
     return value
 
 
-def _reachable(value: Any, name: str, getter: Getter, depth: int) -> Iterator[tuple[str, Any, Getter]]:
+def _reachable(value: Any, name: str, getter: Getter, depth: int, seen: set[int]) -> Iterator[tuple[str, Any, Getter]]:
     """Tensors and modules that ``value`` is, is bound to, has captured or holds."""
     if isinstance(value, (Tensor, torch.nn.Module)):
         yield name, value, getter
@@ -160,33 +160,37 @@ def _reachable(value: Any, name: str, getter: Getter, depth: int) -> Iterator[tu
     if depth == 0:
         return
     if isinstance(value, types.MethodType):
-        yield from _reachable(value.__self__, name, functools.partial(_attribute, getter, "__self__"), depth - 1)
+        yield from _reachable(value.__self__, name, functools.partial(_attribute, getter, "__self__"), depth - 1, seen)
     elif isinstance(value, functools.partial):
-        yield from _reachable(value.func, name, functools.partial(_attribute, getter, "func"), depth - 1)
-        yield from _reachable(value.args, name, functools.partial(_attribute, getter, "args"), depth - 1)
+        yield from _reachable(value.func, name, functools.partial(_attribute, getter, "func"), depth - 1, seen)
+        yield from _reachable(value.args, name, functools.partial(_attribute, getter, "args"), depth - 1, seen)
     elif isinstance(value, types.FunctionType):
+        if id(value) in seen:
+            return  # functions call each other
+        seen.add(id(value))
         for index, cell in enumerate(value.__closure__ or ()):
             try:
                 content = cell.cell_contents
             except ValueError:
                 continue
             variable = value.__code__.co_freevars[index]
-            yield from _reachable(content, variable, functools.partial(_cell, getter, index), depth - 1)
+            yield from _reachable(content, variable, functools.partial(_cell, getter, index), depth - 1, seen)
         for variable in value.__code__.co_names:
             if variable in value.__globals__:
                 content = value.__globals__[variable]
                 if not isinstance(content, (types.ModuleType, type)):
-                    yield from _reachable(content, variable, functools.partial(_global, getter, variable), 1)
+                    deep = depth - 1 if isinstance(content, types.FunctionType) else 1
+                    yield from _reachable(content, variable, functools.partial(_global, getter, variable), deep, seen)
     elif isinstance(value, (list, tuple)) and len(value) <= _MANY:
         for index, item in enumerate(value):
-            yield from _reachable(item, f"{name}[{index}]", functools.partial(_item, getter, index), depth - 1)
+            yield from _reachable(item, f"{name}[{index}]", functools.partial(_item, getter, index), depth - 1, seen)
     elif isinstance(value, dict) and len(value) <= _MANY:
         for key, item in value.items():
-            yield from _reachable(item, f"{name}[{key!r}]", functools.partial(_item, getter, key), depth - 1)
+            yield from _reachable(item, f"{name}[{key!r}]", functools.partial(_item, getter, key), depth - 1, seen)
     elif isinstance(vars_of := getattr(value, "__dict__", None), dict) and len(vars_of) <= _MANY:
         for key, item in vars_of.items():
             full = f"{name}.{key}" if name else key
-            yield from _reachable(item, full, functools.partial(_attribute, getter, key), depth - 1)
+            yield from _reachable(item, full, functools.partial(_attribute, getter, key), depth - 1, seen)
 
 
 _MANY = 64  # larger containers are not searched

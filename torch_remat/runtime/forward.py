@@ -46,6 +46,7 @@ from torch_remat.runtime.placeholder import can_stand_in, meta_of
 from torch_remat.runtime.plan import Plan, Step, registry
 from torch_remat.runtime.region_outputs import SaveOutputs, note_address
 from torch_remat.runtime.region_saves import RegionSaves
+from torch_remat.runtime.region_writes import unobserved_writes
 from torch_remat.runtime.tape import (
     Kept,
     Output,
@@ -206,6 +207,8 @@ class ForwardFrame(Frame):
             saves = RegionSaves(self, record, step, pair, arguments, versions)
         if observer is not None:
             observer.enter_region(record)
+        elif step is None:
+            function = unobserved_writes(self.tape, record.name, arguments, self._forget).around(function)
         if ours_on_top:
             pop_hooks()
         if saves is not None:
@@ -247,6 +250,9 @@ class ForwardFrame(Frame):
             if pair is not None:
                 self.open_saves.append(saves)
         return result
+
+    def _forget(self) -> None:
+        registry.forget(self.key)  # the next call of this body is observed again
 
     # --- Outputs of SAVE regions (rule 3)
 
@@ -411,7 +417,7 @@ class ForwardFrame(Frame):
         for record in tape.order:
             for output in persisted(record):
                 if not output.cloned and _modified(output):
-                    registry.forget(self.key)
+                    self._forget()
                     raise ModifiedError(
                         f"An output of region {display_name(tape.name, record.name)} was modified in-place after the "
                         f"region "

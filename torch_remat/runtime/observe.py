@@ -29,7 +29,7 @@ from torch_remat.runtime.placeholder import METADATA_ONLY, inner_tensors, user_l
 from torch_remat.runtime.plan import Plan, Step
 from torch_remat.runtime.tape import Kept, Output, OutputKind, Region, Slot, Tape, WeakStorage
 
-__all__ = ["Observer", "laid_out", "private_copy", "storage_keys", "storages_of", "tensors_in"]
+__all__ = ["Observer", "laid_out", "private_copy", "storage_keys", "storages_of", "tensors_in", "written_by"]
 
 _sequence_nr = getattr(torch._C._autograd, "_get_sequence_nr", None)
 _NO_END = 1 << 63
@@ -191,8 +191,10 @@ class Observer(TorchDispatchMode):
         for argument, output in region.changed:
             for key in storage_keys(arguments[argument]):
                 before = self._writer.get(key)
-                node = self._add(_OUTPUT, (), (index, -1 - argument))
-                if before is not None and self._nodes[before].kind == _OUTPUT:
+                made_by_output = before is not None and self._nodes[before].kind == _OUTPUT
+                # Replay writes the change into its own argument, which must have data for that.
+                node = self._add(_OUTPUT, () if before is None or made_by_output else (before,), (index, -1 - argument))
+                if before is not None and made_by_output:
                     self._overwritten[node] = before
                 elif before is None or self._nodes[before].kind != _INPUT:
                     self._declared.add((index, -1 - argument))
@@ -268,7 +270,7 @@ class Observer(TorchDispatchMode):
 
     def _operation(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         schema = getattr(func, "_schema", None)
-        written = _written(schema, args, kwargs) if schema is not None and schema.is_mutable else []
+        written = written_by(func, args, kwargs)
         if written:
             self._before_write(written, str(func))
         if self._in_region is not None:
@@ -571,8 +573,12 @@ def laid_out(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
     return copy if source is tensor else copy.as_strided(tensor.shape, stride)
 
 
-def _written(schema: Any, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
+def written_by(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
+    """The tensors that the operation ``func`` modifies."""
     found: list[Tensor] = []
+    schema = getattr(func, "_schema", None)
+    if schema is None or not schema.is_mutable:
+        return found
     for position, argument in enumerate(schema.arguments):
         if argument.alias_info is None or not argument.alias_info.is_write:
             continue

@@ -65,6 +65,7 @@ class Origin(NamedTuple):
 
     checkpoint: str
     what: str
+    region: str | None = None
     reader: str | None = None
 
 
@@ -128,7 +129,8 @@ def missing(tensor: Tensor, use: str) -> PlaceholderError:
         f"It is read by recomputed code at {reader}.\n"
         f"The runtime learned what replay reads when it first ran this body, and this read was not among it.\n"
         f"To fix: call remat.recompute_needs_tensor(tensor) before the read, or mark the region that makes the tensor "
-        f"recompute=True (its output is skipped during recompute only because it is recompute=False)."
+        f"recompute=True (its output is skipped during recompute only because it is recompute=False).",
+        origin.region,
     )
 
 

@@ -22,6 +22,7 @@ from torch_remat.errors import (
     ModifiedError,
     PolicyDriftError,
     RandomStateError,
+    RematError,
     SavesDriftError,
     display_name,
 )
@@ -41,6 +42,7 @@ from torch_remat.runtime.labels import profiling, wrapped
 from torch_remat.runtime.observe import laid_out, private_copy
 from torch_remat.runtime.placeholder import Meta, Origin, is_placeholder
 from torch_remat.runtime.plan import registry
+from torch_remat.runtime.rerun import plan_rerun, rerun
 from torch_remat.runtime.state import restored
 from torch_remat.runtime.tape import Output, OutputKind, Region, Slot, Tape, version_of
 from torch_remat.runtime.tree import LEAF, flatten, unflatten
@@ -137,13 +139,20 @@ class ReplayFrame(Frame):
                 )
             )
         if not recompute:
-            return self._skip(record, args, kwargs)
+            return self._skip(record, function, args, kwargs)
         if self._wraps:
             function = wrapped(function, tape, record, True)
         return function(*args, **kwargs)
 
-    def _skip(self, record: Region, args: Any, kwargs: Any) -> Any:
+    def _skip(self, record: Region, function: Any, args: Any, kwargs: Any) -> Any:
         arguments: list[Any] = []
+        again: dict[int, Tensor] = {}
+        if self.tape.reruns and record.name in self.tape.reruns and record.error is None:
+            self.inert += 1
+            try:
+                again = rerun(self.tape, record, (self.pack, _identity), function, args, kwargs)
+            finally:
+                self.inert -= 1
         if record.rebuilds or record.changed or any(output.kind in _OF_ARGUMENTS for output in record.outputs):
             for value in (*args, *kwargs.values()):
                 flatten(value, arguments)
@@ -159,7 +168,8 @@ class ReplayFrame(Frame):
             raise record.error
         leaves: list[Any] = []
         for position, output in enumerate(record.outputs):
-            leaves.append(self._serve(record, position, output, arguments, leaves))
+            made = again.get(position) if again else None
+            leaves.append(self._serve(record, position, output, arguments, leaves) if made is None else made)
         return unflatten(record.spec, leaves)
 
     def _change_again(self, record: Region, index: int, output: Output, arguments: list[Any]) -> Tensor:
@@ -223,7 +233,7 @@ class ReplayFrame(Frame):
                 return as_result(tensor) if output.meta.requires_grad else tensor
             name = display_name(self.tape.name)
             what = f"output {_label(record, position)} of region {display_name(self.tape.name, record.name)}"
-            return _stand_in(output.meta, Origin(name, what))
+            return _stand_in(output.meta, Origin(name, what, record.name))
         if kind is OutputKind.KEPT:
             return self.data(output, f"output.{position} for {display_name(self.tape.name, record.name)}")
         if kind is OutputKind.OBJECT:
@@ -379,6 +389,17 @@ _OF_ARGUMENTS = (OutputKind.ARGUMENT, OutputKind.ARGUMENT_VIEW)
 def replay(tape: Tape, unfilled: int) -> None:
     """Run the body of ``tape`` again and fill its living slots, of which ``unfilled`` are empty."""
     tape.replays += 1
+    while True:
+        try:
+            return _replay(tape, unfilled)
+        except placeholder.PlaceholderError as error:
+            if not plan_rerun(tape, error):
+                raise
+            tape.empty_slots()
+            unfilled = tape.unfilled()
+
+
+def _replay(tape: Tape, unfilled: int) -> None:
     frame = (ReplayFrame if tape.check is None else CheckedReplayFrame)(tape, unfilled)
     args, kwargs = _inputs(tape, frame)
     guard = GeneratorGuard()
@@ -396,8 +417,10 @@ def replay(tape: Tape, unfilled: int) -> None:
             registry.forget(tape.key)  # the next call of this body is observed again
         _put_back(guard, tape)
         raise
-    except BaseException:
+    except BaseException as error:
         _put_back(guard, tape)
+        if not isinstance(error, RematError):
+            error.add_note(_where(tape, frame))
         raise
     finally:
         unmodified = _unmodified(tape) if tape.hooks else []
@@ -437,6 +460,15 @@ def _check_draw(tape: Tape, frame: ReplayFrame, operation: str, generator: torch
     frame.drew = True
     if covered(tape.hooks, generator) is False:
         raise RandomStateError(random_message(tape.name, f"{operation} at {placeholder.user_line()}", generator))
+
+
+def _where(tape: Tape, frame: ReplayFrame) -> str:
+    """For errors that are not ours: user code, or a collective that another rank did not join."""
+    entered = len(frame.names)
+    where = "at its start"
+    if 0 < entered <= len(tape.order):
+        where = f"after it entered region {tape.order[entered - 1].name}"
+    return f"torch_remat: raised while replaying checkpoint {display_name(tape.name)}, {where}."
 
 
 def _put_back(guard: GeneratorGuard, tape: Tape) -> None:

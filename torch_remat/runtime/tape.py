@@ -237,6 +237,7 @@ class Tape:
         "regions",
         "released",
         "replays",
+        "reruns",
         "scopes",
         "slots",
         "spans",
@@ -277,6 +278,7 @@ class Tape:
         self.complete = False  # forward has ended
         self.released = False  # all living slots are filled for good: no further replay can be needed
         self.replays = 0
+        self.reruns: set[str] | None = None  # SAVE regions that replay runs, for their outputs; None: an error instead
         self.lock = threading.RLock()
 
     def release(self) -> None:
