@@ -9,6 +9,7 @@ block must run to its end and may print nothing. Each snippet runs alone, in a n
 """
 
 import contextlib
+import gc
 import io
 import linecache
 import re
@@ -59,6 +60,7 @@ def snippets_of(path: Path) -> list[Snippet]:
 
 def run(snippet: Snippet) -> tuple[str, bool]:
     """What `snippet` prints, an exception's last words included; whether it ended without one."""
+    gc.collect()  # what an earlier snippet has left is not to be in this one's reports
     printed = io.StringIO()
     name = "example.py"
     linecache.cache[name] = (len(snippet.code), None, snippet.code.splitlines(keepends=True), name)
