@@ -31,7 +31,9 @@ def main() -> int:
     files = [HERE / name for name in options.files] or sorted(HERE.glob("test_*.py"))
     if not files:
         parser.error(f"no test_*.py in {HERE}")
-    failed = [file.name for file in files if not _run(file, options.ranks or _ranks(file), options.timeout, pytest_arguments)]
+    failed = [
+        file.name for file in files if not _run(file, options.ranks or _ranks(file), options.timeout, pytest_arguments)
+    ]
     if failed:
         print(f"multi-process tests FAILED: {', '.join(failed)}", file=sys.stderr)
         return 1

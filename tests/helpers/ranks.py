@@ -44,7 +44,7 @@ def run_ranks(
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "torch._dynamo", "torch.distributed.fsdp", "torch_remat.testing"])
     queue = context.SimpleQueue()
-    settings = {"ranks": ranks, "port": _free_port(), "environment": environment or {}, "path": list(sys.path)}
+    settings = {"ranks": ranks, "port": free_port(), "environment": environment or {}, "path": list(sys.path)}
     workers = [
         context.Process(target=_work, args=(queue, rank, settings, function.__module__, function.__name__, args))
         for rank in range(ranks)
@@ -78,7 +78,8 @@ def values(outcomes: list[Outcome]) -> list[Any]:
     return [outcome.value for outcome in outcomes]
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A TCP port that nobody uses now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]

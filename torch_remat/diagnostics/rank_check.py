@@ -253,7 +253,7 @@ def _compare(window: _Window, wanted: bool) -> None:
     """Listen to backward, or do not any more."""
     if window.comparing is not wanted:
         window.comparing = wanted
-        for event in {events.backward_reached, getattr(events, "output_reached", events.backward_reached)}:
+        for event in (events.output_reached, events.backward_reached):
             (event.subscribe if wanted else event.unsubscribe)(_reached)
 
 
