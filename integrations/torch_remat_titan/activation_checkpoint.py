@@ -1,49 +1,143 @@
-"""`RegionAC`: torchtitan's choice of activation checkpointing, filled by torch_remat."""
+"""`RematAC`: torchtitan 0.3's choice of activation checkpointing, filled by torch_remat.
 
-from dataclasses import dataclass, field
-from typing import cast
+`RematAC.Config(save_regions=["attention.wo", "feed_forward.*"])` in a config function, or `activation-checkpoint:remat`
+on the command line of `python -m torch_remat_titan.train`.
+"""
 
+import copy
+import sys
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+from weakref import WeakSet
+
+import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torchtitan.distributed.activation_checkpoint import ActivationCheckpointing
 from torchtitan.tools.logging import logger
 
-from torch_remat_titan.regions import LLAMA3_SAVE, RegionPolicy, checkpoint_blocks
+from torch_remat_titan.apply import apply_options, check_options, list_regions
+from torch_remat_titan.options import SEVERAL, RematOptions
+from torch_remat_titan.presets import CORES
 
 
-class RegionAC(ActivationCheckpointing):
-    """Each block of `model.layers` is a checkpoint; the submodules that match `save_regions` are SAVE regions in it."""
+class RematAC(ActivationCheckpointing):
+    """Each block of the model is a checkpoint; calls of the submodules that match are SAVE regions in it."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(ActivationCheckpointing.Config):
-        """Options of `RegionAC`."""
+        """Options of `RematAC`; those of `torch_remat_titan.options.RematOptions`, as lists."""
 
-        save_regions: list[str] = field(default_factory=lambda: list(LLAMA3_SAVE))
-        """Shell patterns over module paths relative to a block; an empty list recomputes every block whole."""
+        preset: str = ""
+        """One of none, attention, matmuls, communication, all; comes on top of save_regions."""
 
-        # A host default of True would promise what regions do differently: random state goes through state hooks.
+        save_regions: list[str] = field(default_factory=list)
+        """Shell patterns over module paths relative to a block: what runs once."""
+
+        recompute_regions: list[str] = field(default_factory=list)
+        """Patterns that win over what is saved."""
+
+        layer_overrides: list[str] = field(default_factory=list)
+        """Blocks that differ, such as layers.31=off or layers.[0-3]=@all."""
+
+        state_hooks: list[str] = field(default_factory=list)
+        """module:name of state hooks, or of functions that make them for a block."""
+
+        list_regions: bool = False
+        """Print the region names of the model and stop."""
+
+        # The host's default of True would promise what regions do differently: random state goes through state hooks.
         preserve_rng_state: bool = False
 
-    def __init__(self, config: "RegionAC.Config", dump_folder: str = "") -> None:
+    def __init__(self, config: "RematAC.Config", dump_folder: str = "") -> None:
         super().__init__(config, dump_folder)
         if config.preserve_rng_state:
             raise ValueError(
-                "RegionAC does not save and restore random state around a whole block.\n"
+                "RematAC does not save and restore random state around a whole block.\n"
                 "To fix: leave preserve_rng_state=False; code that draws random numbers in recomputed parts needs a "
-                "state hook (torch_remat.RecomputeStateHook) or belongs in a SAVE region."
+                "state hook (state_hooks) or belongs in a SAVE region."
             )
         if config.debug:
             raise ValueError(
-                "RegionAC has no debug mode: its errors name the checkpoint, the region and the fix by themselves.\n"
+                "RematAC has no debug mode: its errors name the checkpoint, the region and the fix by themselves.\n"
                 "To fix: leave debug=False."
             )
+        self.options = RematOptions.collect(config)
+        self._seen: WeakSet[nn.Module] = WeakSet()
 
     def apply(self, model: nn.Module) -> None:
         """Make checkpoints of the model's blocks.
 
         Raises:
-            ValueError: a pattern of `save_regions` matches nothing.
+            ValueError: a pattern matches nothing in the whole model.
         """
-        config = cast(RegionAC.Config, self.config)
-        policy = RegionPolicy(save=tuple(config.save_regions), determinism_check=config.determinism_check)
-        names = checkpoint_blocks(model, policy)
-        logger.info(f"Applied {policy} to {len(names)} blocks")
+        if model in self._seen:
+            return  # an encoder inside a model whose blocks were done together
+        self._seen.update(model.modules())
+        whole = _whole(model)
+        parallel = _parallel(model)
+        if self.options.list_regions:
+            if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
+                sys.stdout.write(list_regions(whole) + "\n")
+            sys.stdout.flush()
+            raise SystemExit(0)
+        check_options(whole, self.options, parallel)
+        report = apply_options(model, self.options, parallel)
+        logger.info("Applied activation checkpointing by torch_remat\n%s", report)
+
+
+def _whole(model: nn.Module) -> nn.Module:
+    """The model that `model` is a pipeline stage of, on the meta device; `model` itself where it cannot be made."""
+    config = getattr(model, "config", None)
+    if config is None or not hasattr(config, "build"):
+        return copy.deepcopy(model)
+    with torch.device("meta"):
+        return config.build()
+
+
+def _parallel(model: nn.Module) -> frozenset[str]:
+    """Which kinds of parallelism put collectives into the modules of `model`."""
+    found = set()
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            if isinstance(parameter, DTensor):
+                found.update(set(parameter.device_mesh.mesh_dim_names or ()) & {"tp", "ep"})
+        if getattr(getattr(module, "token_dispatcher", None), "ep_mesh", None) is not None:
+            found.add("ep")
+    for path, module in model.named_modules():
+        if (
+            path.rpartition(".")[2] in CORES
+            and "forward" in vars(module)
+            and not getattr(module, "_parallelized", False)
+        ):
+            found.add("cp")
+    return frozenset(found)
+
+
+def with_remat(config: Any, options: RematOptions) -> Any:
+    """A trainer's `config` with our activation checkpointing in place of the host's; changes and returns `config`.
+
+    For models that ask their own code for checkpointing and not the chosen policy (Flux) the policy is applied before
+    the model is parallelized, and the host's is switched off.
+    """
+    values: dict[str, Any] = {name: getattr(options, name) for name in options.__dataclass_fields__}
+    values.update({name: list(values[name]) for name in SEVERAL})
+    config.activation_checkpoint = RematAC.Config(**values)
+    spec = config.model_spec
+    if spec is not None and spec.name == "flux":
+        config.model_spec = replace(spec, parallelize_fn=_Before(spec.parallelize_fn))
+    return config
+
+
+@dataclass(frozen=True)
+class _Before:
+    """`parallelize_fn` of a model whose code does not ask the chosen policy."""
+
+    parallelize: Any
+
+    def __call__(self, model: nn.Module, **options: Any) -> Any:
+        config = cast("RematAC.Config | None", options.get("ac_config"))
+        if isinstance(config, RematAC.Config):
+            config.build(dump_folder=options.get("dump_folder", "")).apply(model)
+            options["ac_config"] = None
+        return self.parallelize(model, **options)

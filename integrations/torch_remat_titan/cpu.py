@@ -1,9 +1,11 @@
-"""What torchtitan 0.3 takes from an accelerator and a CPU host must be given instead.
+"""What torchtitan takes from an accelerator and a CPU host must be given instead.
 
 Everything here happens only where torch sees no accelerator, and must happen before torchtitan is imported: torchtitan
 decides at import which device it runs on.
 """
 
+import functools
+import importlib
 import os
 import sys
 from collections.abc import Callable
@@ -47,8 +49,19 @@ def prepare_cpu_host() -> bool:
     _name_the_cpu_as_device()
     _give_torch_cpu_the_device_module_functions()
     _let_fsdp_reduce_over_gloo()
+    _give_the_cpu_integer_histograms()
     _prepared = True
     return True
+
+
+def use_cpu_kernels_of_0_2() -> None:
+    """Let the experts of 0.2 sort their tokens without a GPU kernel, where there is no accelerator.
+
+    Imports torchtitan; call it after `prepare_cpu_host`.
+    """
+    if not has_accelerator():
+        experts: Any = importlib.import_module("torchtitan.models.moe.utils")
+        experts.generate_permute_indices = functools.partial(experts.generate_permute_indices, use_cpu=True)
 
 
 def _name_the_cpu_as_device() -> None:
@@ -85,3 +98,16 @@ def _let_fsdp_reduce_over_gloo() -> None:
         set_divide_factor(self, factor)
 
     FSDPModule.set_gradient_divide_factor = set_gradient_divide_factor
+
+
+def _give_the_cpu_integer_histograms() -> None:
+    """The routers of 0.2 count tokens per expert with `torch.histc` on integers, which only accelerators have."""
+    histc = torch.histc
+
+    def histc_of_integers(input: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:  # noqa: A002
+        if input.is_floating_point() or input.device.type != "cpu":
+            return histc(input, *args, **options)
+        # Expert numbers and token counts are far below the integers that float64 cannot hold.
+        return histc(input.double(), *args, **options).to(input.dtype)
+
+    torch.histc = histc_of_integers

@@ -19,10 +19,12 @@ from torchtitan.config import TrainingConfig
 from torchtitan.models.llama3.config_registry import llama3_debugmodel
 from torchtitan.trainer import Trainer
 
-from torch_remat_titan.activation_checkpoint import RegionAC
+from torch_remat_titan.activation_checkpoint import RematAC
 from torch_remat_titan.cpu import has_accelerator
 from torch_remat_titan.measure import BlockMeter
-from torch_remat_titan.regions import LLAMA3_SAVE
+
+LLAMA3_SAVE = ("attention.inner_attention", "attention.wo", "feed_forward.*")
+"""Attention core, output projection and feed-forward projections of torchtitan's Llama 3 block."""
 
 STEPS = 20
 SEED = 7
@@ -81,9 +83,9 @@ class PretrainTrainer(Trainer):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Trainer.Config):
-        """torchtitan's trainer config whose activation checkpointing is `RegionAC` or nothing."""
+        """torchtitan's trainer config whose activation checkpointing is `RematAC` or nothing."""
 
-        activation_checkpoint: RegionAC.Config | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
+        activation_checkpoint: RematAC.Config | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
         metrics: RowMetrics.Config = field(  # pyright: ignore[reportIncompatibleVariableOverride]
             default_factory=lambda: RowMetrics.Config(log_freq=1)
         )
@@ -103,7 +105,7 @@ class PretrainTrainer(Trainer):
         super().train_step(data_iterator)
 
 
-def _pretrain(activation_checkpoint: RegionAC.Config | None) -> PretrainTrainer.Config:
+def _pretrain(activation_checkpoint: RematAC.Config | None) -> PretrainTrainer.Config:
     """The job under one policy; sizes follow what the host trains on."""
     host = llama3_debugmodel()
     on_cpu = not has_accelerator()
@@ -132,9 +134,9 @@ def none() -> PretrainTrainer.Config:
 
 def full() -> PretrainTrainer.Config:
     """Full recomputation: every block is a checkpoint with no SAVE region."""
-    return _pretrain(RegionAC.Config(save_regions=[]))
+    return _pretrain(RematAC.Config(preset="none"))
 
 
 def regions() -> PretrainTrainer.Config:
     """Attention core, output projection and feed-forward projections are SAVE regions; the rest is recomputed."""
-    return _pretrain(RegionAC.Config(save_regions=list(LLAMA3_SAVE)))
+    return _pretrain(RematAC.Config(save_regions=list(LLAMA3_SAVE)))

@@ -7,12 +7,12 @@ import math
 import os
 import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+from titan_hosts import needs_0_3
 
 PROJECT = Path(__file__).resolve().parents[2]
 SCRIPT = PROJECT / "scripts" / "train.py"
@@ -91,11 +91,6 @@ def test_a_row_that_is_still_being_written_is_not_read(launcher, tmp_path):
     assert launcher._read_rows(path) == [{"step": 1}]
 
 
-needs_torchtitan = pytest.mark.skipif(
-    find_spec("torchtitan") is None, reason="torchtitan is not installed here (extra: titan)"
-)
-
-
 def launch(cache: Path, *options: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run the launcher itself, with few steps."""
     return subprocess.run(
@@ -116,7 +111,7 @@ def processes_that_name(path: Path) -> list[str]:
     return [text for text in found if str(path) in text]
 
 
-@needs_torchtitan
+@needs_0_3
 @pytest.mark.slow
 def test_a_short_real_run_ends_with_equal_digits(tmp_path):
     done = launch(tmp_path, "--training.seq_len=64", "--training.local_batch_size=2")
@@ -134,7 +129,7 @@ def test_a_short_real_run_ends_with_equal_digits(tmp_path):
     assert [line[5] for line in cells] == ["0 (6 blocks)", "6 (6 blocks)", "6 (6 blocks)"]
 
 
-@needs_torchtitan
+@needs_0_3
 @pytest.mark.slow
 def test_a_run_that_is_not_finished_in_its_time_fails_and_says_so(tmp_path):
     done = launch(tmp_path, "--run-timeout=3")
@@ -143,7 +138,7 @@ def test_a_run_that_is_not_finished_in_its_time_fails_and_says_so(tmp_path):
     assert processes_that_name(tmp_path) == []
 
 
-@needs_torchtitan
+@needs_0_3
 @pytest.mark.slow
 def test_a_run_that_crashes_fails_and_shows_its_log(tmp_path):
     broken = tmp_path / "torchtitan"

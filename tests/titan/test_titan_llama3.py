@@ -1,19 +1,16 @@
-"""RegionAC on torchtitan's real Llama 3 debug model: same bits, SAVE bodies once, kept bytes derived from shapes."""
+"""RematAC on torchtitan's real Llama 3 debug model: same bits, SAVE bodies once, kept bytes derived from shapes."""
 
 import json
 import os
 import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
+from titan_hosts import needs_0_3
 
-pytestmark = [
-    pytest.mark.skipif(find_spec("torchtitan") is None, reason="torchtitan is not installed here (extra: titan)"),
-    pytest.mark.slow,
-]
+pytestmark = [needs_0_3, pytest.mark.slow]
 
 PROJECT = Path(__file__).resolve().parents[2]
 # Sizes of the debug model and of the batch in llama3_on_one_process.py.
@@ -84,9 +81,9 @@ def test_state_dict_keys_and_module_names_are_unchanged(report, policy):
 
 def test_host_options_that_regions_do_not_have_are_refused_with_the_fix(report):
     assert report["refused"] == {
-        "preserve_rng_state": "RegionAC does not save and restore random state around a whole block.\n"
+        "preserve_rng_state": "RematAC does not save and restore random state around a whole block.\n"
         "To fix: leave preserve_rng_state=False; code that draws random numbers in recomputed parts needs a state hook "
-        "(torch_remat.RecomputeStateHook) or belongs in a SAVE region.",
-        "debug": "RegionAC has no debug mode: its errors name the checkpoint, the region and the fix by themselves.\n"
+        "(state_hooks) or belongs in a SAVE region.",
+        "debug": "RematAC has no debug mode: its errors name the checkpoint, the region and the fix by themselves.\n"
         "To fix: leave debug=False.",
     }

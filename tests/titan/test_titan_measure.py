@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
+import torch_remat as remat
 from torch_remat_titan.measure import BlockMeter
-from torch_remat_titan.regions import RegionPolicy, checkpoint_blocks
 
 BATCH, DIM, HIDDEN, BLOCKS = 3, 8, 20, 4
 STATE_BYTES, HIDDEN_BYTES = BATCH * DIM * 4, BATCH * HIDDEN * 4
@@ -36,11 +36,11 @@ class Model(nn.Module):
         return x
 
 
-def measured(policy: RegionPolicy | None, steps: int = 2) -> tuple[Model, BlockMeter]:
+def measured(save: list[str] | None, steps: int = 2) -> tuple[Model, BlockMeter]:
     """A model after some steps, the last of them measured."""
     model = Model()
-    if policy is not None:
-        checkpoint_blocks(model, policy)
+    if save is not None:
+        remat.apply_policy(model, save=save)
     meter = BlockMeter(model, probe="norm")
     for step in range(steps):
         meter.reset_counts()
@@ -51,16 +51,16 @@ def measured(policy: RegionPolicy | None, steps: int = 2) -> tuple[Model, BlockM
 
 
 @pytest.mark.parametrize(
-    ("policy", "per_block"),
+    ("save", "per_block"),
     [
         pytest.param(None, HIDDEN_BYTES, id="exp's output, which is also down's input"),
-        pytest.param(RegionPolicy(), 0, id="nothing but the block's input"),
-        pytest.param(RegionPolicy(save=("up",)), HIDDEN_BYTES, id="up's output, which replay reads"),
-        pytest.param(RegionPolicy(save=("down",)), 0, id="down's input is rebuilt, its output not needed"),
+        pytest.param([], 0, id="nothing but the block's input"),
+        pytest.param(["up"], HIDDEN_BYTES, id="up's output, which replay reads"),
+        pytest.param(["down"], 0, id="down's input is rebuilt, its output not needed"),
     ],
 )
-def test_kept_bytes_are_block_inputs_and_saves(policy, per_block):
-    _, meter = measured(policy)
+def test_kept_bytes_are_block_inputs_and_saves(save, per_block):
+    _, meter = measured(save)
     # The last block's output is the model's output, which the caller holds at that moment.
     assert meter.kept_bytes == BLOCKS * (STATE_BYTES + per_block) + STATE_BYTES
 
@@ -84,14 +84,14 @@ def test_replays_and_forwards_are_counted_per_block():
     _, plain = measured(None)
     assert sum(plain.replays.values()) == 0
     assert plain.forwards == {f"layers.{index}": 1 for index in range(BLOCKS)}
-    _, full = measured(RegionPolicy())
+    _, full = measured([])
     assert full.replays == {f"layers.{index}": 1 for index in range(BLOCKS)}
     assert full.forwards == plain.forwards
 
 
 def test_a_measured_step_gives_the_same_gradients():
     torch.manual_seed(1)
-    model, _ = measured(RegionPolicy(save=("up",)), steps=1)
+    model, _ = measured(["up"], steps=1)
     torch.manual_seed(1)
     plain = Model()
     plain(torch.ones(BATCH, DIM)).sum().backward()
