@@ -1,8 +1,8 @@
 """What the test files share: one model with and without checkpointing, and one measured step of it.
 
-A **run** is how a model is checkpointed: ``"none"``, ``"torch"`` (``torch.utils.checkpoint``, whole blocks), ``"full"`` (ours,
-nothing saved) or ``"regions"`` (ours, with SAVE regions). `scripts/bench_distributed.py` makes the table of
-`docs/distributed.md` from the same functions.
+A **run** is how a model is checkpointed: ``"none"``, ``"torch"`` (``torch.utils.checkpoint``, whole blocks),
+``"full"`` (ours, nothing saved) or ``"regions"`` (ours, with SAVE regions). `scripts/bench_distributed.py`
+makes the table of `docs/distributed.md` from the same functions.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Annotated:
         return remat.checkpoint(region_name=name, **self.options)(body)
 
     def region(self, function: Callable[..., Any], name: str, save: bool = True) -> Callable[..., Any]:
-        """``function`` as a region: SAVE in the run ``"regions"`` where ``save`` says so. Counted as ``"region <name>"``."""
+        """``function`` as a region, SAVE in the run ``"regions"`` if ``save``; counted as ``"region <name>"``."""
         function = self.runs.watch(function, f"region {name}")
         if self.run not in OURS:
             return function

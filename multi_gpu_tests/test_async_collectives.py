@@ -1,4 +1,5 @@
-"""Functional collectives that are still running go in and out of regions: waited for once, kept once, plain in replay."""
+"""Functional collectives that are still running go in and out of regions: waited for once, kept once, plain in
+replay."""
 
 from __future__ import annotations
 
@@ -132,4 +133,4 @@ def test_p8_a_running_collective_as_input_and_output_of_a_checkpoint(run, device
         assert_same_bits([functional.wait_tensor(expected[0]), expected[1]], [functional.wait_tensor(got[0]), got[1]])
 
 
-CASES = {"functional collective, still running": lambda run, device, mesh: async_sum(run, device, mesh)}
+CASES = {"functional collective, still running": async_sum}

@@ -1,4 +1,5 @@
-"""Context parallel (ring, all-gather) and expert parallel: a SAVE exchange is not replayed, a drifting router harmless."""
+"""Context parallel (ring, all-gather) and expert parallel: a SAVE exchange is not replayed, a drifting router
+harmless."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""DDP with weights that two blocks share, and HSDP: every parameter's gradient is ready once, and the numbers are equal."""
+"""DDP with weights that two blocks share, and HSDP: every parameter's gradient is ready once, and the numbers
+are equal."""
 
 from collections import Counter
 

@@ -45,6 +45,9 @@ class Model(nn.Module):
         self.blocks = nn.ModuleList(Block(annotated, f"layers.{index}", inside) for index in range(BLOCKS))
         self.annotated, self.inside = annotated, inside
 
+    def units(self) -> list[Block]:
+        return [block for block in self.blocks if isinstance(block, Block)]
+
     def forward(self, x: Tensor, after_block=lambda index, x: None) -> Tensor:
         for index, block in enumerate(self.blocks):
             call = block if self.inside else self.annotated.checkpoint(f"layers.{index}", block)
@@ -73,7 +76,7 @@ def build(
         "mp_policy": precision or MixedPrecisionPolicy(),
         "offload_policy": offload or OffloadPolicy(),
     }
-    for block in model.blocks:
+    for block in model.units():
         for unit in (block.up, block.down, block) if nested else (block,):
             fully_shard(unit, **options)
     fully_shard(model, **options)
@@ -170,7 +173,7 @@ def test_p1_mixed_precision(run, nested, device, mesh):
     got = measured(model.annotated, step_of(model, device))
     assert_same_bits(expected.numbers, got.numbers)
     assert got.counts() == expected.counts()
-    for block in model.blocks:
+    for block in model.units():
         assert block.dtypes == [torch.bfloat16] * 4, "the same in both passes of both steps"
 
 
@@ -184,7 +187,7 @@ def test_p1_parameters_offloaded_to_the_cpu(run, device, mesh):
 
 
 CASES = {
-    "FSDP2, one unit per block": lambda run, device, mesh: fsdp2(run, device, mesh),
+    "FSDP2, one unit per block": fsdp2,
     "FSDP2, nested units": lambda run, device, mesh: fsdp2(run, device, mesh, nested=True),
     "FSDP2, not resharded": lambda run, device, mesh: fsdp2(run, device, mesh, reshard=False),
 }

@@ -1,4 +1,5 @@
-"""Two parallelisms at once, on four ranks: FSDP2 with tensor parallel, FSDP2 with pipelines, tensor parallel with pipelines."""
+"""Two parallelisms at once, on four ranks: FSDP2 with tensor parallel, FSDP2 with pipelines, tensor parallel
+with pipelines."""
 
 from __future__ import annotations
 
