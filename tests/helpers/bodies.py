@@ -341,7 +341,7 @@ class _Writer:
         self._call(scope, f"remat.region({function}, '{region}', recompute=P['{region}'])", args, outputs)
         if scoped:
             self.depth -= 1
-        if self.has("scopes", 0.1):
+        if self.has("declare", 0.1):  # in no property test: nothing has to be declared
             self.emit(f"remat.recompute_needs_tensor({scope.values[-1].name})")
 
     def _nested(self, scope: _Scope, level: int) -> None:

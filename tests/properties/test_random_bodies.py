@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 MODES = ("together", "one by one", "grad", "double")
 IN_PLACE = frozenset({"inplace", "region_inplace"})
-PURE = frozenset(FEATURES) - IN_PLACE
+PURE = frozenset(FEATURES) - IN_PLACE  # "declare" is not among them
 
 
 def bodies(count: int) -> settings:
@@ -33,6 +33,7 @@ def run(seed: int, features: frozenset[str], counts: collections.Counter[str], *
     always = features & {"morph"}
     chosen = always | frozenset(feature for feature in sorted(features) if rng.random() < 0.45)
     program = write_program(rng, features=chosen)
+    assert "recompute_needs_tensor" not in program.source
     policies = [{name: rng.random() < 0.4 for name in program.regions} for _ in range(2)]
     mode = rng.choice(MODES)
     try:
