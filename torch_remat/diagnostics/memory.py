@@ -24,6 +24,7 @@ from torch_remat.diagnostics.report import Report, count_of, format_bytes, print
 from torch_remat.diagnostics.storages import Annotate, Bill
 from torch_remat.errors import UsageError, display_name
 from torch_remat.runtime.frame import current_frame
+from torch_remat.runtime.tape import Spans
 
 __all__ = [
     "OutsideRow",
@@ -31,6 +32,7 @@ __all__ = [
     "current_memory_report",
     "format_current_memory_report",
     "format_saved_tensors_report",
+    "kept_bytes_by_span",
     "print_current_memory_report",
     "print_saved_tensors_report",
     "saved_tensors_report",
@@ -196,21 +198,38 @@ def print_saved_tensors_report(
     print_text(format_saved_tensors_report(roots, annotate), file)
 
 
+def kept_bytes_by_span() -> dict[int, int]:
+    """What each living SAVE region call keeps, by identity of its span."""
+    live = find_live()
+    bill = Bill(live.weights)
+    found: dict[int, int] = {}
+    for spans, one in _surveyed(live, [], bill, None):
+        for span, region in zip(spans.items, one.regions, strict=True):
+            found[id(span)] = region.bytes
+    return found
+
+
 def _checkpoints(
     live: Live, roots: list[Tensor], bill: Bill, annotate: Annotate | None
 ) -> tuple[CheckpointMemory, ...]:
+    return tuple(
+        one
+        for _, one in _surveyed(live, roots, bill, annotate)
+        if _has_regions(one) or one.inputs or one.packed.tensors or one.rebuilt_bytes or one.observed_bytes
+    )
+
+
+def _surveyed(
+    live: Live, roots: list[Tensor], bill: Bill, annotate: Annotate | None
+) -> Iterator[tuple[Spans, CheckpointMemory]]:
     survey = survey_of(live.spans, walk([*nodes_of(roots), *live.nodes]))
     tapes = {id(tape.spans): tape for tape in live.tapes}
     frame = current_frame.get()
     ordered = sorted(live.spans, key=lambda spans: (*_sort_key(spans.checkpoint), _first_number(spans.items)))
-    found = []
     for spans in ordered:
         tape = tapes.get(id(spans))
         running = frame if frame is not None and frame.tape is tape else None
-        one = checkpoint_memory(spans, tape, running, survey, bill, annotate)
-        if _has_regions(one) or one.inputs or one.packed.tensors or one.rebuilt_bytes or one.observed_bytes:
-            found.append(one)
-    return tuple(found)
+        yield spans, checkpoint_memory(spans, tape, running, survey, bill, annotate)
 
 
 def _first_number(spans: list[Any]) -> int:

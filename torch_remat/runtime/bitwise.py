@@ -24,7 +24,7 @@ from torch_remat.errors import ValuesDriftError, display_name
 from torch_remat.runtime.placeholder import inner_tensors, is_placeholder, user_line
 from torch_remat.runtime.tape import Output, OutputKind, Region, Slot, Tape
 
-__all__ = ["BitwiseCheck", "Difference", "fingerprint"]
+__all__ = ["BitwiseCheck", "Difference", "fingerprint", "operation_of"]
 
 _CHUNK = 1 << 22  # elements taken at a time: bounds the memory that a fingerprint needs
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
@@ -193,7 +193,7 @@ class BitwiseCheck:
 
     def _difference(self, tape: Tape, found: _Found) -> Difference:
         mark = found.mark
-        operation, made_by = _operation(mark.slot, self.roots) if mark.slot else (None, None)
+        operation, made_by = operation_of(mark.slot, self.roots) if mark.slot else (None, None)
         largest, count = _largest(mark.value, found.value) if mark.value is not None else (None, None)
         return Difference(
             display_name(tape.name),
@@ -300,7 +300,7 @@ def _largest(forward: Tensor, replay: Tensor) -> tuple[float | None, int | None]
     return (float(difference.nan_to_num(posinf=float("inf")).max()) if difference.numel() else 0.0), count
 
 
-def _operation(slot: int, roots: tuple[Any, ...]) -> tuple[str | None, str | None]:
+def operation_of(slot: int, roots: tuple[Any, ...]) -> tuple[str | None, str | None]:
     """What the autograd node that owns the slot is called, and the one that made what it saves."""
     node = torch._C._current_autograd_node()
     pending = list(roots) if node is None else [node]

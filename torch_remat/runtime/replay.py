@@ -12,6 +12,7 @@ Rules:
 from __future__ import annotations
 
 import functools
+import sys
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from torch_remat.errors import (
     display_name,
 )
 from torch_remat.runtime import events, placeholder
+from torch_remat.runtime.bitwise import operation_of
 from torch_remat.runtime.dynamo import eager_only, live
 from torch_remat.runtime.frame import Frame, current_frame, scopes
 from torch_remat.runtime.generators import (
@@ -331,10 +333,12 @@ class ReplayFrame(Frame):
 
     def _metadata(self, position: int, expected: Any, found: Any) -> str:
         before = [record for record in self.tape.order if record.slots_before <= position]
-        where = f"after region {before[-1].name}" if before else "before the first region"
+        where = _open_region() or (f"after region {before[-1].name}" if before else "before the first region")
+        operation, made_by = operation_of(id(self.tape.slots[position]()), ())
+        saved_by = "" if operation is None else f" by {operation}" + (f", made by {made_by}," if made_by else "")
         return (
             f"Recomputed values for the following tensors have different metadata than during the forward pass.\n"
-            f"checkpoint {display_name(self.tape.name)}, saved tensor {position} ({where}), saved at "
+            f"checkpoint {display_name(self.tape.name)}, saved tensor {position} ({where}), saved{saved_by} at "
             f"{placeholder.user_line()}:\n"
             f"  forward: {_described(expected)}\n"
             f"  replay:  {_described(found)} (recomputed shapes differ)\n"
@@ -342,6 +346,16 @@ class ReplayFrame(Frame):
             f"recompute=False, or "
             f'pass determinism_check="none" if only the metadata differs and the values are right.'
         )
+
+
+def _open_region() -> str | None:
+    """The RECOMPUTE region that is running, read off the stack: for errors."""
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code is not replay.__code__:
+        if frame.f_code is ReplayFrame.call_region.__code__:
+            return f"in region {frame.f_locals['name']}"
+        frame = frame.f_back
+    return None
 
 
 class CheckedReplayFrame(ReplayFrame):
