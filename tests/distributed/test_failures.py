@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import datetime
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -27,7 +27,7 @@ class AllReduce(torch.autograd.Function):
 
 
 def fails_on_rank_one(rank: int) -> None:
-    dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=4))
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=4))
 
     def before(t: Tensor) -> Tensor:
         if rank == 1 and remat.is_recomputing():
