@@ -23,8 +23,6 @@ R = TypeVar("R")
 class Region(Generic[P, R]):
     """A callable that runs its function as a region of the checkpoint around it. Made by :func:`region`."""
 
-    __slots__ = ("__wrapped__", "_name", "_recompute")
-
     def __init__(self, function: Callable[P, R], name: str, recompute: bool) -> None:
         self.__wrapped__ = function
         self._name = name

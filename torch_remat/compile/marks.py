@@ -25,7 +25,7 @@ def contexts() -> Any:
     AOTAutograd asks for them when it traces the graph, and the operations get their marks. A backend without it runs
     the graph as it stands, and torch's checkpoint in it recomputes everything.
     """
-    if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is None:
+    if not _is_traced():
         warnings.warn(
             "This backend of torch.compile runs checkpoints without AOTAutograd: all of a checkpoint is recomputed, "
             "its SAVE regions too.\nTo fix: use a backend that partitions the graph, such as inductor or aot_eager.",
@@ -37,6 +37,12 @@ def contexts() -> Any:
     for context in pair:
         context.supports_higher_order_operators = True
     return pair
+
+
+def _is_traced() -> bool:
+    """Whether AOTAutograd or the like runs the code on stand-ins for tensors."""
+    keys = torch._C._TorchDispatchModeKey
+    return any(torch._C._get_dispatch_mode(key) is not None for key in (keys.PROXY, keys.FUNCTIONAL, keys.FAKE))
 
 
 class _Forward:
