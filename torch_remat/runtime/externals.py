@@ -20,6 +20,7 @@ from torch import Tensor
 __all__ = ["Holder", "Seen", "find", "locate"]
 
 Getter = Callable[[Any], Any]
+_PLAIN = (Tensor, torch.nn.Parameter)
 
 
 class Entry(NamedTuple):
@@ -80,20 +81,23 @@ class Seen:
                 if tensor._version != version
             )
         for place, tensor in zip(self.places, self.tensors, strict=True):
-            if not place.may_be_swapped and place.now() is not tensor:
+            now = place.now()
+            if now is not tensor and not (
+                place.is_parameter and (type(now) not in _PLAIN or type(tensor) not in _PLAIN)
+            ):
                 return place.name
         return None
 
 
 class Place(NamedTuple):
-    """Where an external tensor is: its name, a call that gets it, and whether others may put another one there.
+    """Where an external tensor is: its name, a call that gets it, and whether it is a module's parameter.
 
-    FSDP and others swap parameters between forward and backward.
+    FSDP swaps a parameter for a sharded one, of another type, between forward and backward.
     """
 
     name: str
     now: Callable[[], Any]
-    may_be_swapped: bool
+    is_parameter: bool
 
 
 def locate(function: Any, holders: tuple[Holder, ...]) -> list[Seen]:

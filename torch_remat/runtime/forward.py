@@ -92,7 +92,9 @@ class ForwardFrame(Frame):
         self.layouts = self.known.layouts
         self.plans: list[Plan] = []
         self.observer: Observer | None = None
+        tape.under_mode = bool(torch._C._len_torch_dispatch_stack())
         if self.known.wants_observing():
+            tape.under_mode = True
             self.observer = Observer(tape)
             self.observer.inputs(leaves)
         else:

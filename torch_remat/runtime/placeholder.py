@@ -34,6 +34,7 @@ __all__ = [
     "make",
     "meta_of",
     "missing",
+    "unseen",
     "user_line",
 ]
 
@@ -131,6 +132,16 @@ def missing(tensor: Tensor, use: str) -> PlaceholderError:
         f"To fix: call remat.recompute_needs_tensor(tensor) before the read, or mark the region that makes the tensor "
         f"recompute=True (its output is skipped during recompute only because it is recompute=False).",
         origin.region,
+    )
+
+
+def unseen(where: str) -> PlaceholderError:
+    """The error for a kernel that asked torch for the memory of a placeholder: torch refused, and cannot say whose."""
+    return PlaceholderError(
+        f"A kernel that torch's dispatcher does not see asked for the memory of a tensor that was not kept for replay, "
+        f"{where}.\n"
+        f"To fix: call remat.recompute_needs_tensor(tensor) on what the kernel reads, before the call; or mark the "
+        f"region that makes the tensor recompute=True."
     )
 
 
@@ -235,6 +246,8 @@ def _propagate(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     name = func._schema.name
     if name in METADATA_ONLY:
         return _metadata_only(func, args, kwargs)
+    if name == "_c10d_functional::wait_tensor":
+        return source  # nothing is under way
     if torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags:
         raise missing(source, f"{name} turns its data into a Python value or a shape")
     if name.startswith(("c10d", "_c10d")):

@@ -23,9 +23,10 @@ from torch_remat.runtime.hooks import HookPair
 from torch_remat.runtime.observe import private_copy
 from torch_remat.runtime.placeholder import can_stand_in, meta_of
 from torch_remat.runtime.plan import Step
-from torch_remat.runtime.region_saves import RegionSaves, extent
+from torch_remat.runtime.region_saves import RegionSaves
 from torch_remat.runtime.tape import Output, OutputKind, Region, version_of
 from torch_remat.runtime.tree import LEAF, flatten, is_container
+from torch_remat.runtime.views import extent
 
 if TYPE_CHECKING:
     from torch_remat.runtime.forward import ForwardFrame

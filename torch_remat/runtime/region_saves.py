@@ -4,7 +4,7 @@ Rules, in this order, for a tensor that the region saves:
  1. It is an argument that replay can make, unmodified since the region was entered: dropped, rebuilt from replay's
     argument.
  2. It is a view inside such an argument's memory (same dtype, same conjugate and negative bits): dropped, rebuilt with
-    the same geometry. Whatever is not exactly that is kept.
+    the same geometry. Whatever is not exactly that is kept. See ``views.py``.
  3. It is a parameter or a view of one: held as eager holds it. Hook pairs do not see weights.
  4. A hook pair applies: packed by it.
  5. Kept.
@@ -13,7 +13,7 @@ Rules, in this order, for a tensor that the region saves:
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -21,11 +21,12 @@ from torch import Tensor
 from torch_remat.runtime.hooks import HookPair, SavedTensorKind, call_pack
 from torch_remat.runtime.plan import Step
 from torch_remat.runtime.tape import Kept, Packed, Region, Slot, WeakStorage, version_of, version_probe
+from torch_remat.runtime.views import SAME, Layout, layout_of, within
 
 if TYPE_CHECKING:
     from torch_remat.runtime.forward import ForwardFrame
 
-__all__ = ["RegionSaves", "extent"]
+__all__ = ["RegionSaves"]
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 
@@ -59,7 +60,7 @@ class RegionSaves:
         self._by_id = {id(target[1]): target for target in self._targets}
         self._memories: set[int] = set()
         self.kept: list[weakref.ref[Kept]] = []  # what the region's nodes keep through this hook
-        self._layouts: list[_Layout | None] | None = None  # of the targets, once a save is not one of them
+        self._layouts: list[Any] | None = None  # of the targets, once a save is not one of them
 
     def _replay_makes(self, index: int, leaf: Tensor, step: Step | None) -> bool:
         if self._pair is not None and id(leaf) in self._frame.input_ids:
@@ -72,7 +73,7 @@ class RegionSaves:
         """Apply the rules to one saved tensor."""
         target = self._by_id.get(id(tensor))
         if target is not None and tensor._version == target[2]:
-            return self._slot(target[0], target[1], tensor, ())
+            return self._slot(target[0], target[1], tensor, SAME)
         base = tensor._base
         if base is None:
             base = tensor
@@ -80,8 +81,8 @@ class RegionSaves:
         if not is_weight or self._pair is not None:
             found = self._find(tensor) if self._targets else None
             if found is not None:
-                index, argument, geometry = found
-                return self._slot(index, argument, tensor, geometry)
+                index, argument, recipe = found
+                return self._slot(index, argument, tensor, recipe)
         label = (self._checkpoint, self._record_name, self._saved)
         self._saved += 1
         if is_weight:
@@ -139,30 +140,26 @@ class RegionSaves:
     def _find(self, tensor: Tensor) -> tuple[int, Tensor, Any] | None:
         """The argument whose memory ``tensor`` lies in, and how to make it from that: rule 2."""
         if self._layouts is None:
-            self._layouts = [_layout(argument) for _, argument, _ in self._targets]
-            self._memories = {layout.memory[0] for layout in self._layouts if layout is not None}
-        if type(tensor) is not Tensor or tensor.layout is not torch.strided:
+            self._layouts = [layout_of(argument) for _, argument, _ in self._targets]
+            self._memories = {layout.memory[0] for layout in self._layouts if type(layout) is Layout}
+        if type(tensor) is Tensor and tensor.layout is torch.strided:
+            if tensor.untyped_storage()._cdata not in self._memories:
+                return None
+        elif type(tensor) in _PLAIN:
             return None
-        if tensor.untyped_storage()._cdata not in self._memories:
-            return None
-        mine = _layout(tensor)
-        if mine is None:
-            return None
+        mine = layout_of(tensor)
         for (index, argument, version), layout in zip(self._targets, self._layouts, strict=True):
-            if layout is None or layout.memory != mine.memory or tensor._version != version:
-                continue
-            start = mine.start - layout.start
-            if start == 0 and tensor.shape == argument.shape and tensor.stride() == argument.stride():
-                return index, argument, ()
-            if start >= 0 and mine.start < mine.end <= layout.end:
-                return index, argument, (tensor.shape, tensor.stride(), start, argument.stride())
+            if layout is not None and tensor._version == version:
+                recipe = within(mine, layout)
+                if recipe is not None:
+                    return index, argument, recipe
         return None
 
-    def _slot(self, index: int, argument: Tensor, tensor: Tensor, geometry: Any) -> Slot:
+    def _slot(self, index: int, argument: Tensor, tensor: Tensor, recipe: Any) -> Slot:
         expected = (argument.shape, argument.dtype, argument.device)
         slot = Slot(expected, tensor)
         reference = weakref.ref(slot)
-        self._record.rebuilds.append((reference, index, geometry))
+        self._record.rebuilds.append((reference, index, recipe))
         if self._frame.tape.check is not None:
             self._frame.tape.check.saved(slot, tensor, self._record)
         if self._observer is not None:
@@ -175,31 +172,3 @@ def _geometry(tensor: Tensor) -> Any:
     """What two tensors with the same memory, layout and contents have in common."""
     where = (tensor.untyped_storage()._cdata, tensor.storage_offset(), version_of(tensor))
     return where, tensor.shape, tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg()
-
-
-class _Layout(NamedTuple):
-    """Where a tensor lies.
-
-    ``memory`` must be equal for two to share elements; ``start`` is the first of its own and ``end`` one past the last.
-    """
-
-    memory: tuple[Any, ...]
-    start: int
-    end: int
-
-
-def _layout(tensor: Tensor) -> _Layout | None:
-    """None for what has no plain memory."""
-    if type(tensor) not in _PLAIN or tensor.layout is not torch.strided:
-        return None
-    start = int(tensor.storage_offset())
-    memory = (tensor.untyped_storage()._cdata, tensor.dtype, tensor.is_conj(), tensor.is_neg())
-    return _Layout(memory, start, start + extent(tensor))
-
-
-def extent(tensor: Tensor) -> int:
-    """Elements from the first to one past the last that ``tensor`` addresses."""
-    count = int(tensor.numel())
-    if count == 0 or tensor.is_contiguous():
-        return count
-    return int(1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)))

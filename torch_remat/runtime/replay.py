@@ -48,6 +48,7 @@ from torch_remat.runtime.rerun import plan_rerun, rerun
 from torch_remat.runtime.state import restored
 from torch_remat.runtime.tape import Output, OutputKind, Region, Slot, Tape, version_of
 from torch_remat.runtime.tree import LEAF, flatten, unflatten
+from torch_remat.runtime.views import make
 
 __all__ = ["replay"]
 
@@ -68,9 +69,15 @@ class ReplayFrame(Frame):
         self._position = 0
         self._remaining = unfilled
         self._stops = not tape.to_end
+        # Copies count from 0; a state hook may write to what it restores; under a dispatch mode some operations (the
+        # gathers of c10d) do not count.
         self._trusted = (
-            _set_version is not None and not tape.hooks
-        )  # copies count from 0; a state hook may write to what it restores
+            _set_version is not None
+            and not tape.hooks
+            and not tape.under_mode
+            and not torch._C._len_torch_dispatch_stack()
+            and not tape.watch_draws
+        )
         self.leaves: dict[int, Tensor] = {}  # handed out: leaves here, for speed, that need not be leaves in forward
         self.drew = False  # a watched replay has drawn random numbers
         self._inner = 0
@@ -158,10 +165,10 @@ class ReplayFrame(Frame):
         if record.rebuilds or record.changed or any(output.kind in _OF_ARGUMENTS for output in record.outputs):
             for value in (*args, *kwargs.values()):
                 flatten(value, arguments)
-            for reference, index, geometry in record.rebuilds:
+            for reference, index, recipe in record.rebuilds:
                 slot = reference()
                 if slot is not None and slot.tensor is None:
-                    self._rebuild(record, slot, index, geometry, arguments)
+                    self._rebuild(record, slot, index, recipe, arguments)
             for index, output in record.changed:
                 arguments[index] = self._change_again(record, index, output, arguments)
         for hook, state in record.exit_states:
@@ -198,7 +205,7 @@ class ReplayFrame(Frame):
             )
         return argument
 
-    def _rebuild(self, record: Region, slot: Slot, index: int, geometry: Any, arguments: list[Any]) -> None:
+    def _rebuild(self, record: Region, slot: Slot, index: int, recipe: Any, arguments: list[Any]) -> None:
         name = display_name(self.tape.name, record.name)
         argument = self._argument(record, index, arguments)
         found = (argument.shape, argument.dtype, argument.device)
@@ -212,18 +219,16 @@ class ReplayFrame(Frame):
             )
         if type(argument) is not Tensor and is_placeholder(argument):
             raise placeholder.missing(argument, f"region {name} saves it for its backward")
-        kept = argument.detach()
-        if geometry:
-            size, stride, start, argument_stride = geometry
-            if argument.stride() != argument_stride:
-                raise SavesDriftError(
-                    f"Argument leaf {index} of region {name} has a different layout in replay: strides "
-                    f"{argument.stride()}, in forward "
-                    f"{argument_stride}.\nTo fix: make recomputed code deterministic in its memory layout, or keep the "
-                    f"tensor in a "
-                    f"region with recompute=False."
-                )
-            kept = kept.as_strided(size, stride, argument.storage_offset() + start)
+        kept = make(argument.detach(), recipe)
+        if kept is None:
+            raise SavesDriftError(
+                f"Argument leaf {index} of region {name} has a different layout in replay: its strides are now "
+                f"{argument.stride()}, and the region saved a view of it.\n"
+                f"To fix: make recomputed code deterministic in its memory layout, or keep the tensor in a region with "
+                f"recompute=False."
+            )
+        if _set_version is not None and kept._version != argument._version:  # wrapped anew
+            _set_version((kept,), (argument._version,))
         self._fill(slot, kept)
 
     def _serve(self, record: Region, position: int, output: Output, arguments: list[Any], leaves: list[Any]) -> Any:
@@ -433,8 +438,11 @@ def _replay(tape: Tape, unfilled: int) -> None:
         raise
     except BaseException as error:
         _put_back(guard, tape)
+        if isinstance(error, RuntimeError) and "data pointer" in str(error):
+            registry.forget(tape.key)
+            raise placeholder.unseen(_where(tape, frame)) from error
         if not isinstance(error, RematError):
-            error.add_note(_where(tape, frame))
+            error.add_note(f"torch_remat: raised {_where(tape, frame)}.")
         raise
     finally:
         unmodified = _unmodified(tape) if tape.hooks else []
@@ -482,7 +490,7 @@ def _where(tape: Tape, frame: ReplayFrame) -> str:
     where = "at its start"
     if 0 < entered <= len(tape.order):
         where = f"after it entered region {tape.order[entered - 1].name}"
-    return f"torch_remat: raised while replaying checkpoint {display_name(tape.name)}, {where}."
+    return f"while replaying checkpoint {display_name(tape.name)}, {where}"
 
 
 def _put_back(guard: GeneratorGuard, tape: Tape) -> None:

@@ -209,7 +209,7 @@ class Region:
             tuple[int, Output]
         ] = []  # leaves of the arguments that the body modified in place, as it left them
         self.dropped: list[tuple[int, weakref.ref[Tensor], int]] = []  # those that the plan does not need, with version
-        self.rebuilds: list[tuple[weakref.ref[Slot], int, Any]] = []  # slot, leaf of the arguments, view geometry
+        self.rebuilds: list[tuple[weakref.ref[Slot], int, Any]] = []  # slot, leaf of the arguments, how to make it
         self.error: BaseException | None = None  # what the body of a SAVE region raised
         self.span: Span | None = None  # of a SAVE region
         self.exit_states: list[tuple[Any, Any]] = []  # state hooks and what they were when the region returned
@@ -245,6 +245,7 @@ class Tape:
         "states",
         "task",
         "to_end",
+        "under_mode",
         "watch_draws",
     )
 
@@ -263,6 +264,7 @@ class Tape:
         self.hooks: tuple[Any, ...] = ()  # state hooks
         self.states: list[Any] = []  # of the state hooks at entry
         self.inner_states: list[list[Any]] = []  # of the hooks of checkpoints inside this one, at their entries
+        self.under_mode = False  # forward ran under a dispatch mode, ours or another
         self.watch_draws = False  # replay must look at every random operation
         self.externals: list[
             Any
