@@ -71,7 +71,9 @@ class Describer:
             self._tape.name, inputs, regions, bare, draws, self._replay(), self._bill.total, made
         )
 
-    def _kept(self, what: str, tensor: Tensor, why: str, holder: str) -> ExplainedTensor:
+    def _kept(self, what: str, tensor: Tensor, why: str, holder: str, *, copy: bool = False) -> ExplainedTensor:
+        if not copy and self._observer.is_captured(tensor):
+            return ExplainedTensor(what, *meta_of(tensor), 0, f"{why}; a captured tensor, held at no cost")
         self._total.add(tensor, holder)
         new, shared = self._bill.add(tensor, holder)
         if shared is not None and not new:
@@ -142,7 +144,7 @@ class Describer:
             else:
                 if output.cloned:
                     why += "; a copy, since the body modifies it in place"
-                kept.append(self._kept(label, output.data, why, f"{label} of region {region.name}"))
+                kept.append(self._kept(label, output.data, why, f"{label} of region {region.name}", copy=output.cloned))
         elif output.kind in (OutputKind.ARGUMENT, OutputKind.ARGUMENT_VIEW):
             how = "is" if output.kind is OutputKind.ARGUMENT else "is a view of"
             given.append(ExplainedTensor(label, *meta, 0, f"{how} argument {output.data}, which replay has"))
@@ -153,7 +155,7 @@ class Describer:
         if output.unpack is not None:
             kept.append(ExplainedTensor(label, (), "", 0, f"{why}; packed by the hook pair"))
         elif self._saves and isinstance(output.data, Tensor):
-            kept.append(self._kept(label, output.data, why, f"{label} of region {region.name}"))
+            kept.append(self._kept(label, output.data, why, f"{label} of region {region.name}", copy=output.cloned))
 
     def _why(self, detail: tuple[int, int]) -> str:
         reason = self._observer.reason(detail)

@@ -22,7 +22,7 @@ from torch_remat.runtime.dynamo import eager_only
 from torch_remat.runtime.forward import ForwardFrame
 from torch_remat.runtime.frame import Frame, current_frame, scopes
 from torch_remat.runtime.generators import GeneratorHook, HostRandom, covered, drawing
-from torch_remat.runtime.observe import Observer, storage_keys, storages_of
+from torch_remat.runtime.observe import Observer, storage_keys, storages_of, tensors_in
 from torch_remat.runtime.placeholder import user_line
 from torch_remat.runtime.plan import Known, Plan
 from torch_remat.runtime.tape import Kept, Region, Slot, Tape
@@ -130,6 +130,7 @@ class Watching(Observer):
         ] = []  # region, metadata, line, payload (None: packed by hooks)
         self.declarations: dict[Any, str] = {}
         self.readers: dict[int, str] = {}
+        self._made: set[int] = set()  # storages that operations of the body made
         self.outputs: dict[tuple[int, int], Metadata] = {}  # metadata by region and position
 
     def saved(self, slot: weakref.ref[Slot], tensor: Tensor) -> None:
@@ -183,7 +184,10 @@ class Watching(Observer):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()):
             self._generators.see((*args, *(kwargs or {}).values()))
-        return super().__torch_dispatch__(func, types, args, kwargs)
+        given = {key for tensor in tensors_in((args, kwargs)) for key in storage_keys(tensor)}
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        self._made.update(key for tensor in tensors_in((result,)) for key in storage_keys(tensor) if key not in given)
+        return result
 
     def _draw(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         result, generator = drawing(func, args, kwargs)
@@ -238,6 +242,12 @@ class Watching(Observer):
     def input_node(self, index: int) -> Any:
         """The detail of the node for leaf ``index`` of the arguments."""
         return next(node.detail for node in self._nodes if isinstance(node.detail, list) and index in node.detail)
+
+    def is_captured(self, tensor: Tensor) -> bool:
+        """Whether ``tensor`` lies in memory that was there before the body ran and is no argument's."""
+        keys = storage_keys(tensor)
+        nodes = [self._nodes[self._writer[key]] for key in keys if key in self._writer]
+        return not any(key in self._made for key in keys) and not any(isinstance(one.detail, list) for one in nodes)
 
     def is_made_again(self, save: Save) -> bool:
         """Whether replay computes it: it is no input, SAVE output or captured tensor."""
