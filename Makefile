@@ -14,12 +14,14 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 # The oldest torch that is tested; its CPU wheel is enough. Where pip's index offers only CUDA builds, that one is used;
 # FLOOR_PIP_ARGS="--index-url https://download.pytorch.org/whl/cpu --extra-index-url https://pypi.org/simple" asks for CPU.
 FLOOR_TORCH := 2.13.0
+# The torchtitan that goes with it; the main environment has the newest one.
+FLOOR_TITAN := 0.2.2
 FLOOR_PIP_ARGS ?=
 
 # A stamp in each environment names the pyproject.toml it was installed from: a changed one installs again.
 HASH := $(shell cksum pyproject.toml | cut -d' ' -f1)
 MAIN_STAMP := .venv/.installed-$(HASH)
-FLOOR_STAMP := .venv-floor/.installed-$(HASH)-$(FLOOR_TORCH)
+FLOOR_STAMP := .venv-floor/.installed-$(HASH)-$(FLOOR_TORCH)-$(FLOOR_TITAN)
 
 WORKERS ?= 2
 export OMP_NUM_THREADS := 1
@@ -57,7 +59,7 @@ contracts: $(MAIN_STAMP)
 	@.venv/bin/lint-imports
 
 floor-tests: $(FLOOR_STAMP)
-	@echo "== tests on torch $(FLOOR_TORCH)"
+	@echo "== tests on torch $(FLOOR_TORCH) and torchtitan $(FLOOR_TITAN)"
 	@.venv-floor/bin/python -m pytest -n $(WORKERS) --dist worksteal tests
 
 multi-gpu-tests: $(MAIN_STAMP)
@@ -77,9 +79,9 @@ $(MAIN_STAMP): pyproject.toml
 
 $(FLOOR_STAMP): pyproject.toml
 	@test -n "$(PYTHON)" || { echo "No Python 3.11 or newer found. To fix: install one, or name it with make PYTHON=/path/to/python"; exit 2; }
-	@echo "== making .venv-floor (torch $(FLOOR_TORCH), test tools)"
+	@echo "== making .venv-floor (torch $(FLOOR_TORCH), torchtitan $(FLOOR_TITAN), test tools)"
 	@test -x .venv-floor/bin/python || $(PYTHON) -m venv .venv-floor
-	@.venv-floor/bin/python $(PIP_INSTALL) $(FLOOR_PIP_ARGS) 'torch==$(FLOOR_TORCH)' -e '.[test]'
+	@.venv-floor/bin/python $(PIP_INSTALL) $(FLOOR_PIP_ARGS) 'torch==$(FLOOR_TORCH)' 'torchtitan==$(FLOOR_TITAN)' -e '.[test,titan]'
 	@rm -f .venv-floor/.installed-* && touch $@
 
 clean:

@@ -14,8 +14,7 @@ Importing this package imports neither torchtitan nor torch; its modules do:
 | `versions` | which torchtitan is installed | no |
 | `job_config` | 0.2: the mode and its options in the host's `JobConfig` and TOML | 0.2 |
 | `titan_0_2` | 0.2: the policy just before the host parallelizes a model | 0.2 |
-| `activation_checkpoint` | 0.3: `RematAC`, one of the host's policies | 0.3 |
-| `titan_0_3` | 0.3: the subcommand `activation-checkpoint:remat` | 0.3 |
+| `activation_checkpoint` | 0.3: `RematAC`, one of the host's policies, and its subcommand | 0.3 |
 | `recipes` | 0.3: configurations to start from | 0.3 |
 | `cpu` | what torchtitan needs to be told to run on CPU ranks over gloo | no |
 | `attention` | 0.3: torchtitan override, SDPA in place of FlexAttention | 0.3 |

@@ -1,20 +1,24 @@
 """`RematAC`: torchtitan 0.3's choice of activation checkpointing, filled by torch_remat.
 
 `RematAC.Config(save_regions=["attention.wo", "feed_forward.*"])` in a config function, or `activation-checkpoint:remat`
-on the command line of `python -m torch_remat_titan.train`.
+on the command line of `python -m torch_remat_titan.train`. Importing this module makes the host know the class.
 """
 
 import copy
+import functools
+import operator
 import sys
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import Annotated, Any, cast, get_args
 from weakref import WeakSet
 
 import torch
+import tyro
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torchtitan.distributed.activation_checkpoint import ActivationCheckpointing
 from torchtitan.tools.logging import logger
+from torchtitan.trainer import Trainer
 
 from torch_remat_titan.apply import apply_options, check_options, list_regions
 from torch_remat_titan.options import SEVERAL, RematOptions
@@ -141,3 +145,21 @@ class _Before:
             config.build(dump_folder=options.get("dump_folder", "")).apply(model)
             options["ac_config"] = None
         return self.parallelize(model, **options)
+
+
+def _offer_subcommand() -> None:
+    """Add `RematAC` to the choices of every trainer's configuration.
+
+    The host reads the choices from the type of one field when it parses a command line, and refuses a class that is not
+    among them also as a default from a config function. A configuration whose own class narrows that field keeps what
+    it says.
+    """
+    section = "activation_checkpoint"
+    choices = get_args(Trainer.Config.__annotations__[section])
+    ours = Annotated[RematAC.Config, tyro.conf.subcommand("remat")]
+    extended = functools.reduce(operator.or_, (ours, *choices))
+    Trainer.Config.__annotations__[section] = extended
+    Trainer.Config.__dataclass_fields__[section].type = extended
+
+
+_offer_subcommand()

@@ -61,9 +61,7 @@ def _run_0_3() -> None:
 
     host: Any = importlib.import_module("torchtitan.train")
     from torch_remat_titan.activation_checkpoint import with_remat
-    from torch_remat_titan.titan_0_3 import offer_subcommand
 
-    offer_subcommand()
     if options is not None:
         host.ConfigManager = _changed(host.ConfigManager, lambda config: with_remat(config, options))
     write_rows_if_asked()
