@@ -17,9 +17,9 @@ from torch import Tensor
 __all__ = ["HostReads"]
 
 # Python functions of torch's that others call from C: `numpy.asarray`, `numpy.from_dlpack`, `pickle.dump`.
-_PROTOCOLS = {
-    getattr(method, "__code__", None) for method in (Tensor.__array__, Tensor.__dlpack__, Tensor.__reduce_ex__)
-} - {None}
+_PROTOCOLS = {  # by identity: code that Dynamo made holds constants that have no hash
+    id(getattr(method, "__code__", None)) for method in (Tensor.__array__, Tensor.__dlpack__, Tensor.__reduce_ex__)
+} - {id(None)}
 
 _READS = frozenset(("tolist", "numpy", "data_ptr", "untyped_storage", "__array__", "__dlpack__", "share_memory_"))
 
@@ -43,7 +43,7 @@ class HostReads:
     def _profile(self, frame: Any, event: str, arg: Any) -> None:
         if event == "c_call" and arg.__name__ in _READS:
             self._read(getattr(arg, "__self__", None), arg.__name__, frame)
-        elif event == "call" and frame.f_code in _PROTOCOLS:
+        elif event == "call" and id(frame.f_code) in _PROTOCOLS:
             self._read(frame.f_locals.get("self"), str(frame.f_code.co_name), frame.f_back)
 
     def _read(self, tensor: Any, method: str, reader: Any) -> None:

@@ -188,6 +188,8 @@ def meta_of(tensor: Tensor) -> Meta:
     """The metadata of ``tensor``, which :func:`can_stand_in` accepts."""
     subclass = None
     kind = type(tensor)
+    if kind.__name__ == "AsyncCollectiveTensor":  # in replay nothing is under way
+        return meta_of(tensor.elem)._replace(requires_grad=tensor.requires_grad)  # type: ignore[attr-defined]
     if kind is not Tensor and kind is not torch.nn.Parameter and kind is not Placeholder:
         names, context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
         inner = [getattr(tensor, name) for name in names]

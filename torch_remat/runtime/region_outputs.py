@@ -107,6 +107,10 @@ class SaveOutputs:
         if step is not None and position in step.clone:
             output.data = private_copy(tensor)
             output.cloned = True
+        elif type(tensor).__name__ == "AsyncCollectiveTensor":
+            # What lies in it is plain; whoever uses it first in forward waits. torch may come without distributed.
+            output.data = tensor.elem.detach()  # type: ignore[attr-defined]
+            output.pending = weakref.ref(tensor)
         else:
             output.data = tensor.detach()
         output.version = version_of(tensor if output.cloned else output.data)

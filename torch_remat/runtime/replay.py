@@ -263,6 +263,9 @@ class ReplayFrame(Frame):
 
     def data(self, output: Output, what: str) -> Tensor:
         """The tensor of a persisted output or input, checked against later modification."""
+        running = None if output.pending is None else output.pending()
+        if running is not None:
+            running.trigger_wait()  # nothing to do where forward has used it
         if output.unpack is not None:
             tensor = output.unpack(output.data)
             if not isinstance(tensor, Tensor):

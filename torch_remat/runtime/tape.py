@@ -139,7 +139,7 @@ class OutputKind(enum.IntEnum):
 class Output:
     """One leaf of a SAVE region's output, or one input of the checkpoint."""
 
-    __slots__ = ("cloned", "data", "free", "kind", "meta", "shell", "stride", "unpack", "version")
+    __slots__ = ("cloned", "data", "free", "kind", "meta", "pending", "shell", "stride", "unpack", "version")
 
     def __init__(self, kind: OutputKind, data: Any = None, meta: Any = None) -> None:
         self.kind = kind
@@ -150,6 +150,7 @@ class Output:
         self.unpack: Callable[[Any], Any] | None = None  # set where a hook packed the data
         self.version: Any = None  # of the tensor; with a version probe where a hook packed the data
         self.cloned = False  # data is a private copy, because the body modifies the output in place
+        self.pending: weakref.ref[Any] | None = None  # the collective that forward may not have waited for yet
         self.stride: tuple[int, ...] | None = None  # of a tensor that a hook packed: it may come back in another layout
         self.free: weakref.ref[Kept] | None = None  # of a placeholder: the region's own save, which has the data
         self.shell = False  # another SAVE region overwrites it before anybody reads it: its version does not matter
