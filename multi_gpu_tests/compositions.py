@@ -57,6 +57,8 @@ class Measured:
     bodies: Counter[str] = field(default_factory=Counter)
     """Runs of each body in the step."""
     regions: Counter[str] = field(default_factory=Counter)
+    microbatches: int = 1
+    """How many forwards the step has."""
     kept: bool | None = None
     """Whether the tensor that a test looks at was alive after forward."""
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from compositions import OURS, Annotated, Measured, gradients, measured
+from test_ddp import hsdp
 from test_pipeline import MICROBATCHES, SCHEDULES, Pipeline, Stage
 from test_tensor_parallel import TwoMlps
 from torch import Tensor
@@ -60,6 +61,13 @@ def test_p6_fsdp2_with_tensor_parallel(device, grid):
     assert regions.collectives.counts("replay").get("all_reduce", 0) == 0
 
 
+@pytest.mark.parametrize("run", OURS)
+def test_p6_hsdp_two_by_two(run, device):
+    none, got = hsdp("none", device, (2, 2)), hsdp(run, device, (2, 2))
+    assert_same_bits(none.numbers, got.numbers)
+    assert got.counts() == none.counts() == {"all_gather": 1, "all_reduce": 1, "reduce_scatter": 1}
+
+
 class ShardedPipeline(Pipeline):
     """Each stage is an FSDP2 unit over the inner dimension."""
 
@@ -83,7 +91,9 @@ class TensorParallelPipeline(Pipeline):
 def with_pipeline(kind: type[Pipeline], run: str, device: torch.device, grid: DeviceMesh, name: str) -> Measured:
     kind.inner = grid["inner"]  # type: ignore[attr-defined]
     made = kind(run, name, device, grid["outer"].get_group())
-    return measured(made.annotated, made.step)
+    result = measured(made.annotated, made.step)
+    result.microbatches = MICROBATCHES
+    return result
 
 
 @pytest.mark.parametrize("name", [name for name in SCHEDULES if name not in ("GPipe", "looped BFS")])
@@ -99,6 +109,7 @@ def test_p4_p6_pipelines_with_fsdp2_and_with_tensor_parallel(kind, name, device,
 
 
 CASES = {
+    "HSDP, two by two": lambda run, device, grid: hsdp(run, device, (2, 2)),
     "FSDP2 with tensor parallel": fsdp_with_tensor_parallel,
     "FSDP2 with 1F1B": lambda run, device, grid: with_pipeline(ShardedPipeline, run, device, grid, "1F1B"),
     "FSDP2 with ZBV": lambda run, device, grid: with_pipeline(ShardedPipeline, run, device, grid, "ZBV"),

@@ -138,7 +138,9 @@ class Pipeline:
 
 def pipeline(run: str, device: torch.device, name: str) -> tuple[Measured, Pipeline]:
     made = Pipeline(run, name, device)
-    return measured(made.annotated, made.step), made
+    result = measured(made.annotated, made.step)
+    result.microbatches = MICROBATCHES
+    return result, made
 
 
 def eager(device: torch.device, stages: int) -> tuple[Tensor, dict[str, Tensor | None]]:

@@ -293,4 +293,8 @@ def test_p1_random_numbers_on_dtensors_are_right_or_refused(device, mesh):
     assert_same_bits(expected, gradient(remat.checkpoint(region_name="layers.0")(with_region)))
 
 
-CASES = {"tensor parallel, two MLPs": tensor_parallel, "sequence parallel, gather recomputed": sequence_parallel}
+CASES = {
+    "tensor parallel, two MLPs": tensor_parallel,
+    "tensor parallel, DTensor code by hand": by_hand,
+    "sequence parallel, gather recomputed": sequence_parallel,
+}

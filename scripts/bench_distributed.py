@@ -104,7 +104,8 @@ def work(result: Path) -> int:
 def counts_of(case: Any, run: str, device: Any, mesh: Any) -> dict[str, Any]:
     """What one step of ``case`` issued and ran on this rank."""
     measured = case(run, device, mesh)
-    return {"collectives": measured.counts(), "bodies": sorted(set(measured.bodies.values()))}
+    bodies = sorted({count / measured.microbatches for count in measured.bodies.values()})
+    return {"collectives": measured.counts(), "bodies": bodies}
 
 
 def format_table(found: dict[str, dict[str, Any]]) -> str:
@@ -118,7 +119,7 @@ def format_table(found: dict[str, dict[str, Any]]) -> str:
 def cell(counts: dict[str, Any]) -> str:
     """One cell: ``gather 6, scatter 3; body 2``."""
     collectives = ", ".join(f"{SHORT.get(kind, kind)} {count}" for kind, count in counts["collectives"].items())
-    bodies = "-".join(str(count) for count in counts["bodies"])
+    bodies = " to ".join(f"{count:g}" for count in counts["bodies"])
     return f"{collectives or 'none'}; body {bodies}"
 
 
