@@ -18,6 +18,7 @@ from torch_remat.diagnostics.oom import (
     oom_observer,
     oom_report,
 )
+from torch_remat.diagnostics.prices import profile_regions
 from torch_remat.diagnostics.rank_check import install as _check_ranks
 from torch_remat.diagnostics.trace import collect_trace, trace_scope
 from torch_remat.diagnostics.verify import verify_replay
@@ -63,6 +64,7 @@ __all__ = [
     "oom_report",
     "print_current_memory_report",
     "print_saved_tensors_report",
+    "profile_regions",
     "recompute_needs_tensor",
     "region",
     "save_for_backward",

@@ -73,6 +73,9 @@ def find_live() -> Live:
                 nodes.extend(nodes_of([thing]))
                 if type(thing) is Parameter or getattr(thing, "_is_param", False):
                     weights.update(storage_keys(thing))
+            elif sort == "fake":
+                if getattr(thing, "_is_param", False):
+                    weights.update(storage_keys(thing))
             elif sort == "node":
                 nodes.append(thing)
             else:
@@ -133,7 +136,9 @@ def _sort(kind: type) -> str:
         return "trigger"
     if _is_node(kind):
         return "node"
-    return "tensor" if issubclass(kind, Tensor) and kind.__name__ not in _FAKE else ""
+    if not issubclass(kind, Tensor):
+        return ""
+    return "fake" if kind.__name__ in _FAKE else "tensor"
 
 
 def _is_node(kind: type) -> bool:

@@ -5,9 +5,8 @@ Each report is data (:func:`current_memory_report`, :func:`saved_tensors_report`
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TextIO
 
 from torch import Tensor
@@ -22,6 +21,7 @@ from torch_remat.diagnostics.checkpoints import (
 from torch_remat.diagnostics.graph import Live, find_live, nodes_of, walk
 from torch_remat.diagnostics.report import Report, count_of, format_bytes, print_text
 from torch_remat.diagnostics.storages import Annotate, Bill
+from torch_remat.diagnostics.text import compressed, sort_key
 from torch_remat.errors import UsageError, display_name
 from torch_remat.runtime.frame import current_frame
 from torch_remat.runtime.tape import Spans
@@ -198,9 +198,10 @@ def print_saved_tensors_report(
     print_text(format_saved_tensors_report(roots, annotate), file)
 
 
-def kept_bytes_by_span() -> dict[int, int]:
-    """What each living SAVE region call keeps, by identity of its span."""
-    live = find_live()
+def kept_bytes_by_span(nodes: Iterable[Any] = ()) -> dict[int, int]:
+    """What each living SAVE region call keeps, by identity of its span. ``nodes`` are looked at as well."""
+    found_now = find_live()
+    live = replace(found_now, nodes=(*found_now.nodes, *nodes))
     bill = Bill(live.weights)
     found: dict[int, int] = {}
     for spans, one in _surveyed(live, [], bill, None):
@@ -225,7 +226,9 @@ def _surveyed(
     survey = survey_of(live.spans, walk([*nodes_of(roots), *live.nodes]))
     tapes = {id(tape.spans): tape for tape in live.tapes}
     frame = current_frame.get()
-    ordered = sorted(live.spans, key=lambda spans: (*_sort_key(spans.checkpoint), _first_number(spans.items)))
+    ordered = sorted(
+        live.spans, key=lambda spans: (*sort_key(display_name(spans.checkpoint)), _first_number(spans.items))
+    )
     for spans in ordered:
         tape = tapes.get(id(spans))
         running = frame if frame is not None and frame.tape is tape else None
@@ -270,16 +273,6 @@ def _outside_lines(outside: tuple[OutsideRow, ...] | None) -> list[str]:
     ]
 
 
-def _sort_key(name: str | None) -> tuple[str, int]:
-    prefix, number = _split(display_name(name))
-    return prefix, -1 if number is None else number
-
-
-def _split(name: str) -> tuple[str, int | None]:
-    match = re.fullmatch(r"(.*?)(\d+)", name, re.DOTALL)
-    return (match[1], int(match[2])) if match else (name, None)
-
-
 def _grouped(checkpoints: list[CheckpointMemory]) -> list[list[CheckpointMemory]]:
     """Checkpoints of equal structure together: the same regions with storages of the same sizes."""
     groups: dict[Any, list[CheckpointMemory]] = {}
@@ -298,27 +291,7 @@ def _group_line(group: list[CheckpointMemory]) -> str:
 
 
 def _names(group: list[CheckpointMemory]) -> str:
-    """The names of a group, runs of numbers behind one prefix joined: ``L0-2, L11``."""
-    numbers: dict[str, list[int | None]] = {}
-    for one in group:
-        prefix, number = _split(display_name(one.name))
-        numbers.setdefault(prefix, []).append(number)
-    return ", ".join(text for prefix, several in numbers.items() for text in _runs(prefix, several))
-
-
-def _runs(prefix: str, numbers: list[int | None]) -> Iterator[str]:
-    counts: dict[int | None, int] = {}
-    for number in numbers:
-        counts[number] = counts.get(number, 0) + 1
-    pending: list[int] = []
-    for number, count in [*counts.items(), (None, 0)]:
-        if pending and (number != pending[-1] + 1 or count > 1):
-            yield f"{prefix}{pending[0]}" + (f"-{pending[-1]}" if len(pending) > 1 else "")
-            pending = []
-        if count > 1 or (number is None and count):
-            yield f"{prefix}{'' if number is None else number}" + (f" x{count}" if count > 1 else "")
-        elif number is not None:
-            pending.append(number)
+    return compressed(display_name(one.name) for one in group)
 
 
 def _footers(live: list[CheckpointMemory]) -> list[str]:

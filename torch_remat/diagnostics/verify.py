@@ -7,19 +7,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ParamSpec
 
-import torch
 from torch import Tensor
 
-from torch_remat.checkpoint import checkpoint
 from torch_remat.diagnostics.graph import nodes_of
 from torch_remat.diagnostics.report import Report, count_of
-from torch_remat.errors import InvalidTypeError, UsageError, ValuesDriftError, display_name
+from torch_remat.diagnostics.roots import Root, as_body, check_call
+from torch_remat.errors import ValuesDriftError, display_name
 from torch_remat.runtime.bitwise import BitwiseCheck, Difference, drift_message
 from torch_remat.runtime.forward import ForwardFrame
-from torch_remat.runtime.frame import Frame, current_frame
 from torch_remat.runtime.replay import replay
 from torch_remat.runtime.tape import Tape
-from torch_remat.runtime.tree import flatten
 
 __all__ = ["CheckedCheckpoint", "ReplayReport", "verify_replay"]
 
@@ -90,17 +87,11 @@ def verify_replay(function: Callable[P, Any], /, *args: P.args, **kwargs: P.kwar
         RuntimeError: called inside a checkpoint.
         TypeError: ``function`` is not callable.
     """
-    if not callable(function):
-        raise InvalidTypeError(
-            f"verify_replay expects a function, got {type(function).__name__}. To fix: verify_replay(fn, *args)."
-        )
-    if current_frame.get() is not None:
-        raise UsageError("verify_replay() was called inside a checkpoint. To fix: call it outside, with the function.")
+    check_call(function, "verify_replay")
     root = _Root()
     outputs = root.run(function, args, kwargs)
     if not root.tapes:
-        name = getattr(function, "__qualname__", type(function).__qualname__)
-        outputs = root.run(checkpoint(region_name=name)(function), args, kwargs)
+        outputs = root.run(as_body(function), args, kwargs)
     report = ReplayReport(
         tuple(reversed([_compared(tape(), check, name, outputs) for tape, check, name in root.last()]))
     )
@@ -112,31 +103,17 @@ def verify_replay(function: Callable[P, Any], /, *args: P.args, **kwargs: P.kwar
     return report
 
 
-class _Root(Frame):
-    """Active around the call: checkpoints under it are compared ones, regions outside of them plain calls."""
+class _Root(Root):
+    """Active around the call: checkpoints under it are compared ones."""
 
     def __init__(self) -> None:
-        super().__init__(Tape(None, _nothing))
-        self.inert = 1
-        self.checkpoint_frame = self._forward
+        super().__init__(self._forward)
         self.tapes: list[tuple[weakref.ref[Tape], BitwiseCheck, str | None]] = []
 
     def _forward(self, tape: Tape, key: Any, leaves: list[Any], *rest: Any) -> ForwardFrame:
         tape.check = BitwiseCheck(tape, leaves, keep_values=True)
         self.tapes.append((weakref.ref(tape), tape.check, tape.name))
         return ForwardFrame(tape, key, leaves, *rest)
-
-    def run(self, function: Callable[..., Any], args: Any, kwargs: Any) -> list[Any]:
-        """Call the function; returns the leaves of what it returns, which keep the graph alive."""
-        token = current_frame.set(self)
-        try:
-            with torch.enable_grad():
-                result = function(*args, **kwargs)
-        finally:
-            current_frame.reset(token)
-        outputs: list[Any] = []
-        flatten(result, outputs)
-        return outputs
 
     def last(self) -> list[tuple[weakref.ref[Tape], BitwiseCheck, str | None]]:
         """The checkpoints that ran, the last one first, as backward meets them. Hands over their checks."""
@@ -158,7 +135,3 @@ def _compared(tape: Tape | None, check: BitwiseCheck, name: str | None, outputs:
                 check.roots = ()
     check.forget()
     return CheckedCheckpoint(display_name(name), check.compared, tuple(check.differences or ()))
-
-
-def _nothing() -> None:
-    """The body of the root's tape, which is never run."""

@@ -11,11 +11,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 __all__ = ["SAME", "Layout", "Recipe", "extent", "layout_of", "make", "within"]
 
-_PLAIN = (Tensor, torch.nn.Parameter)
+_STRIDED = (Tensor, torch.nn.Parameter, FakeTensor)  # lie in one memory, which a fake one only says
 
 Recipe = Any
 SAME: Recipe = ()
@@ -70,7 +71,7 @@ class _Rewrapped(NamedTuple):
 
 def layout_of(tensor: Tensor) -> Any:
     """Where ``tensor`` lies; None for what has no plain memory."""
-    if type(tensor) in _PLAIN:
+    if type(tensor) in _STRIDED:
         if tensor.layout is not torch.strided:
             return None
         start = int(tensor.storage_offset())

@@ -1,0 +1,60 @@
+"""A frame to call a function under, so that the checkpoints it runs are run by a forward frame of our choice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from torch_remat.checkpoint import checkpoint
+from torch_remat.errors import InvalidTypeError, UsageError
+from torch_remat.runtime.frame import Frame, current_frame, scopes
+from torch_remat.runtime.tape import Tape
+from torch_remat.runtime.tree import flatten
+
+__all__ = ["Root", "as_body", "check_call"]
+
+
+class Root(Frame):
+    """Active around a call: checkpoints under it get a frame from ``make``, regions outside of them are plain calls."""
+
+    def __init__(self, make: Callable[..., Any]) -> None:
+        super().__init__(Tape(None, _nothing))
+        self.inert = 1
+        self.checkpoint_frame = make
+
+    def run(self, function: Callable[..., Any], args: Any, kwargs: Any) -> list[Any]:
+        """Call the function with gradients enabled; the leaves of what it returns, which keep its graph alive."""
+        token = current_frame.set(self)
+        scope_token = scopes.set(scopes.get())
+        try:
+            with torch.enable_grad():
+                result = function(*args, **kwargs)
+        finally:
+            scopes.reset(scope_token)
+            current_frame.reset(token)
+        outputs: list[Any] = []
+        flatten(result, outputs)
+        return outputs
+
+
+def check_call(function: Any, caller: str) -> None:
+    """Refuse what no such call can be made of."""
+    if not callable(function):
+        raise InvalidTypeError(
+            f"{caller} expects a function, got {type(function).__name__}. To fix: {caller}(fn, *args)."
+        )
+    if current_frame.get() is not None:
+        raise UsageError(
+            f"{caller}() was called inside a checkpoint. To fix: call it outside, with the function and its arguments."
+        )
+
+
+def as_body(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A checkpoint of a function that runs none of its own."""
+    return checkpoint(region_name=getattr(function, "__qualname__", type(function).__qualname__))(function)
+
+
+def _nothing() -> None:
+    """The body of the root's tape, which is never run."""
