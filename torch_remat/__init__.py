@@ -1,6 +1,6 @@
 """torch_remat: region-based activation checkpointing for PyTorch. The usual alias is ``remat``."""
 
-from torch_remat.checkpoint import checkpoint
+from torch_remat.checkpoint import Checkpointed, checkpoint
 from torch_remat.diagnostics.allocations import clear_memory_snapshot_cache, memory_snapshot_annotate
 from torch_remat.diagnostics.explain import explain
 from torch_remat.diagnostics.graph import discover_autograd_roots
@@ -33,7 +33,7 @@ from torch_remat.runtime.state import RecomputeStateHook
 
 __version__ = "0.3.0"
 
-keep_dynamo_out(__name__)
+keep_dynamo_out(__name__, Checkpointed.__call__.__code__)
 _check_ranks()
 
 __all__ = [

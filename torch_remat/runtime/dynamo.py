@@ -75,8 +75,11 @@ def eager_only(reason: str) -> Any:
     return mark
 
 
-def keep_dynamo_out(package: str) -> None:
-    """Run the functions of the loaded modules of ``package`` as they are, where torch has a switch for that."""
+def keep_dynamo_out(package: str, entry: types.CodeType) -> None:
+    """Run the functions of the loaded modules of ``package`` as they are, where torch has a switch for that.
+
+    ``entry`` is where Dynamo may start: a compiled module whose ``forward`` is a checkpoint.
+    """
     try:
         evaluator = importlib.import_module("torch._C._dynamo.eval_frame")
         skip_this_frame = evaluator._FrameExecStrategy(evaluator._FrameAction.SKIP, evaluator._FrameAction.DEFAULT)
@@ -86,7 +89,8 @@ def keep_dynamo_out(package: str) -> None:
     for name, module in tuple(sys.modules.items()):
         if name == package or name.startswith(package + "."):
             for code in _codes(module, name):
-                set_strategy(code, skip_this_frame)
+                if code is not entry:
+                    set_strategy(code, skip_this_frame)
 
 
 def _codes(holder: Any, module: str) -> Iterator[types.CodeType]:

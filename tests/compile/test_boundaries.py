@@ -1,0 +1,332 @@
+"""Where compiled and eager code meet: compiled parts of eager checkpoints, graph breaks, and when Dynamo compiles."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers.alive import gc_off
+from helpers.compare import compare, run_once
+from helpers.compiled import Graphs, Ready, names
+from helpers.events import Hidden
+from torch import Tensor
+
+import torch_remat as remat
+
+WEIGHT = torch.nn.Parameter(torch.linspace(-1, 1, 36, dtype=torch.float64).reshape(6, 6))
+RUNS: list[str] = []
+
+
+@torch.library.custom_op("torch_remat_tests::noted", mutates_args=())
+def noted(x: Tensor, name: str) -> Tensor:
+    """``exp`` that notes its runs."""
+    RUNS.append(name)
+    return x.exp()
+
+
+@noted.register_fake
+def _(x: Tensor, name: str) -> Tensor:
+    return torch.empty_like(x)
+
+
+noted.register_autograd(
+    lambda ctx, grad: (grad * ctx.saved_tensors[0], None),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(output),
+)
+
+
+def block(t: Tensor) -> Tensor:
+    """A SAVE region between recomputed code, and a RECOMPUTE region."""
+    t = remat.region(lambda u: noted(u @ WEIGHT, "save"), "save", recompute=False)(torch.sin(t))
+    return remat.region(lambda u: noted(u, "rec"), "rec", recompute=True)(t * 0.1).cos()
+
+
+def broken(t: Tensor) -> Tensor:
+    """The same with a graph break in it."""
+    t = remat.region(lambda u: noted(u @ WEIGHT, "save"), "save", recompute=False)(torch.sin(t))
+    torch._dynamo.graph_break()
+    return remat.region(lambda u: noted(u, "rec"), "rec", recompute=True)(t * 0.1).cos()
+
+
+@contextlib.contextmanager
+def compiled_no_more() -> Iterator[None]:
+    """Require that nothing is compiled in the block."""
+    before = compilations()
+    yield
+    assert compilations() == before, "compiled again"
+
+
+def compilations() -> int:
+    """How many graphs Dynamo has made in this process."""
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+class TestCompiledPartsOfEagerCheckpoints:
+    """``checkpoint()(torch.compile(block))``, compiled regions, compiled parts of a body."""
+
+    def test_p2_policy_is_kept_where_the_graph_may_break(self, x: Tensor) -> None:
+        call = remat.checkpoint(region_name="b")(torch.compile(block, backend="aot_eager"))
+        compare(block, [x], params=[WEIGHT], engine=Ready(call))
+        RUNS.clear()
+        call(x).sum().backward()
+        assert RUNS == ["save", "rec", "rec"]
+
+    def test_replay_compiles_nothing(self, x: Tensor) -> None:
+        call = remat.checkpoint(region_name="b")(torch.compile(block, backend="aot_eager"))
+        output = call(x)
+        with compiled_no_more():
+            output.sum().backward()
+            call(x).sum().backward()
+
+    def test_fullgraph_warns_once_by_name(self, x: Tensor) -> None:
+        call = remat.checkpoint(region_name="layers.0")(torch.compile(block, backend="aot_eager", fullgraph=True))
+        with pytest.warns(UserWarning, match="SAVE region layers.0::save is recomputed") as caught:
+            compare(block, [x], params=[WEIGHT], engine=Ready(call))
+        assert len(caught) == 1
+        assert "torch.compile(checkpoint(...)(fn))" in str(caught[0].message)
+        RUNS.clear()
+        call(x).sum().backward()
+        assert RUNS == ["save", "rec", "save", "rec"]
+
+    def test_compiled_function_as_a_region(self, x: Tensor) -> None:
+        """Annotations in it are inert there: nothing to break a graph or to warn for."""
+        compiled = torch.compile(block, backend="aot_eager", fullgraph=True)
+
+        def body(t: Tensor) -> Tensor:
+            return remat.region(compiled, "whole", recompute=False)(t.sin()).tanh()
+
+        call = remat.checkpoint(region_name="b")(body)
+        compare(lambda t: block(t.sin()).tanh(), [x], params=[WEIGHT], engine=Ready(call))
+        RUNS.clear()
+        call(x).sum().backward()
+        assert RUNS == ["save", "rec"]
+
+    def test_one_compiled_function_in_and_outside_checkpoints(self, x: Tensor) -> None:
+        compiled = torch.compile(block, backend="aot_eager")
+        expected = run_once(block, [x], params=[WEIGHT])
+        checkpointed = remat.checkpoint(region_name="b")(compiled)
+        for call, runs in ((compiled, 2), (checkpointed, 3), (compiled, 2), (checkpointed, 3)):
+            RUNS.clear()
+            actual = run_once(call, [x], params=[WEIGHT])
+            assert len(RUNS) == runs
+            torch.testing.assert_close(actual.input_grads, expected.input_grads, rtol=0, atol=0)
+            torch.testing.assert_close(actual.param_grads, expected.param_grads, rtol=0, atol=0)
+
+    def test_compiled_block_of_a_model_in_eager_checkpoint(self, x: Tensor) -> None:
+        """Regional compilation: ``block.compile()``, and the checkpoint around the call of it."""
+        block_module = torch.nn.Sequential(torch.nn.Linear(6, 6), torch.nn.GELU()).double()
+        module = torch.nn.Sequential(torch.nn.LayerNorm(6).double(), block_module)
+        parameters = list(module.parameters())
+        expected = run_once(module, [x], params=parameters)
+        block_module.compile(backend="aot_eager")
+        actual = run_once(remat.checkpoint(region_name="b")(module), [x], params=parameters)
+        torch.testing.assert_close(actual.param_grads, expected.param_grads, rtol=0, atol=0)
+
+    def test_lengths_that_change(self) -> None:
+        """R29: a compiled function in a RECOMPUTE and in a SAVE region, four microbatches, one backward over all."""
+        compiled = torch.compile(lambda t: torch.relu(t @ WEIGHT).sin() * t.shape[0], backend="aot_eager")
+
+        def body(t: Tensor) -> Tensor:
+            t = remat.region(compiled, "rec", recompute=True)(t)
+            return remat.region(compiled, "save", recompute=False)(t).cos()
+
+        def gradients(call: Callable[[Tensor], Tensor]) -> list[Tensor]:
+            leaves = [torch.full((n, 6), 0.1 * n, dtype=torch.float64, requires_grad=True) for n in (3, 5, 3, 7)]
+            WEIGHT.grad = None
+            torch.stack([call(leaf).sum() for leaf in leaves]).sum().backward()
+            return [leaf.grad for leaf in leaves if leaf.grad is not None] + [WEIGHT.grad.clone()]
+
+        call = remat.checkpoint(region_name="b")(body)
+        expected = gradients(body)
+        for _ in range(2):
+            torch.testing.assert_close(gradients(call), expected, rtol=0, atol=0)
+
+    def test_is_recomputing_follows_the_pass(self, x: Tensor) -> None:
+        seen: list[bool] = []
+
+        @torch.compile(backend="aot_eager", fullgraph=True)
+        def part(t: Tensor) -> tuple[Tensor, bool]:
+            return torch.sin(t) * 2, remat.is_recomputing()
+
+        def body(t: Tensor) -> Tensor:
+            result, answer = part(t)
+            seen.append(answer)
+            return torch.exp(result)
+
+        call = remat.checkpoint(region_name="b")(body)
+        for _ in range(2):
+            seen.clear()
+            call(x).sum().backward()
+            assert seen == [False, True]
+
+    def test_p5_nothing_of_the_checkpoint_stays(self, x: Tensor) -> None:
+        compiled = torch.compile(block, backend="aot_eager")
+        made: list[weakref.ref[Any]] = []
+
+        def body(t: Tensor) -> Tensor:
+            frame = remat.runtime.frame.current_frame.get()
+            if frame is not None and not frame.replaying:
+                made.append(weakref.ref(frame.tape))
+            return compiled(t)
+
+        call = remat.checkpoint(region_name="b")(body)
+        call(x).sum().backward()
+        made.clear()
+        with gc_off():
+            call(x).sum().backward()
+            assert [tape() for tape in made] == [None]
+
+
+class Decorated(torch.nn.Module):
+    """A module whose ``forward`` is a checkpoint."""
+
+    @remat.checkpoint(region_name="decorated")
+    def forward(self, t: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return block(t)
+
+
+class Assigned(torch.nn.Module):
+    """A module that got a checkpoint for its ``forward``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.forward = remat.checkpoint(region_name="assigned")(block)
+
+
+class TestEntryPoints:
+    """Whatever is compiled, the checkpoint in it is part of the graph."""
+
+    @pytest.mark.parametrize("fullgraph", [True, False], ids=["fullgraph", ""])
+    @pytest.mark.parametrize("kind", ["object", "method", "decorated module", "assigned module", "module.compile"])
+    def test_p2_policy_is_kept(self, graphs: Graphs, x: Tensor, kind: str, fullgraph: bool) -> None:
+        call: Any = {
+            "object": remat.checkpoint(region_name="b")(block),
+            "method": Decorated().forward,
+            "assigned module": Assigned(),
+        }.get(kind, Decorated())
+        if kind == "module.compile":
+            call.compile(backend=graphs.backend, fullgraph=fullgraph)
+        else:
+            call = graphs.compile(call, fullgraph=fullgraph)
+        compare(block, [x], params=[WEIGHT], engine=Ready(call))
+        assert len(graphs.forward) == 1
+        assert names(graphs.backward).count("noted") == 1, "the RECOMPUTE region"
+
+
+class TestGraphBreaks:
+    """What cannot be in a graph runs eagerly, with the same policy and the same numbers in both passes."""
+
+    def test_p2_break_in_the_body_keeps_the_policy(self, x: Tensor) -> None:
+        call = torch.compile(lambda t: remat.checkpoint(region_name="b")(broken)(t) * 2, backend="aot_eager")
+        compare(lambda t: broken(t) * 2, [x], params=[WEIGHT], engine=Ready(call))
+        RUNS.clear()
+        call(x).sum().backward()
+        assert RUNS == ["save", "rec", "rec"]
+
+    def test_p1_replay_runs_what_forward_ran(self, x: Tensor) -> None:
+        """Compiled and plain code save other tensors: a replay of the other kind would fill slots with wrong ones."""
+        notes: list[str] = []
+
+        def body(t: Tensor) -> Tensor:
+            notes.append("run")
+            aside = t.sin()
+            return remat.region(torch.exp, "e", recompute=False)(t.sin()).cos() + 0 * aside
+
+        call = torch.compile(lambda t: remat.checkpoint(region_name="b")(body)(t), backend="aot_eager")
+        compare(body, [x], engine=Ready(call), calls=3)
+        assert len(notes) == 7, "one plain run, three forwards and their replays"
+
+    def test_p1_backward_in_another_thread(self, x: Tensor) -> None:
+        call = torch.compile(lambda t: remat.checkpoint(region_name="b")(broken)(t), backend="aot_eager")
+        (expected,) = torch.autograd.grad(broken(x).sum(), x)
+        got: list[Tensor] = []
+        output = call(x).sum()
+        thread = threading.Thread(target=lambda: got.extend(torch.autograd.grad(output, x)))
+        thread.start()
+        thread.join()
+        assert torch.equal(got[0], expected)
+
+    def test_eager_checkpoint_whose_backward_runs_in_compiled_code(self, x: Tensor) -> None:
+        """Forward was not compiled, so replay is not."""
+        loss = remat.checkpoint(region_name="b")(block)(x).sum()
+        (expected,) = torch.autograd.grad(block(x).sum(), x)
+
+        def step(t: Tensor) -> Tensor:
+            loss.backward()
+            return t * 2
+
+        x.grad = None
+        with compiled_no_more():
+            step(x)
+        assert x.grad is not None
+        assert torch.equal(x.grad, expected)
+        x.grad = None
+        loss = remat.checkpoint(region_name="b")(block)(x).sum()
+        torch.compile(step, backend="aot_eager")(x)
+        torch.testing.assert_close(x.grad, expected, rtol=0, atol=0)
+
+
+class TestRecompilation:
+    """Dynamo compiles again where shapes or policies change, and nowhere else."""
+
+    def test_lengths(self, graphs: Graphs) -> None:
+        call = graphs.compile(lambda t: remat.checkpoint(region_name="b")(block)(t))
+        for index, length in enumerate((3, 5, 3, 7, 4)):
+            leaf = torch.full((length, 6), 0.3, dtype=torch.float64, requires_grad=True)
+            call(leaf).sum().backward()
+            assert leaf.grad is not None
+            (expected,) = torch.autograd.grad(block(leaf).sum(), leaf)
+            assert torch.equal(leaf.grad, expected)
+            assert len(graphs.forward) == min(index + 1, 2), "once for the first length, once for any length"
+
+    def test_policy_toggled_at_run_time(self, graphs: Graphs, x: Tensor) -> None:
+        policy = Hidden(recompute=False)
+
+        def body(t: Tensor) -> Tensor:
+            return remat.region(torch.exp, "e", recompute=policy["recompute"])(t.sin()).cos()
+
+        call = graphs.compile(lambda t: remat.checkpoint(region_name="b")(body)(t))
+        for index, recompute in enumerate((False, True, False, True)):
+            policy["recompute"] = recompute
+            call(x).sum().backward()
+            assert len(graphs.forward) == min(index + 1, 2), "once for each policy"
+        first, second = (set(names([graph])) for graph in graphs.backward)
+        assert "exp" not in first
+        assert "exp" in second
+
+    def test_two_threads_compile_at_once(self, x: Tensor) -> None:
+        """What is known while tracing belongs to a tracer: names of one thread are no duplicates in the other."""
+        errors: list[BaseException] = []
+        start = threading.Barrier(2)
+
+        def work(index: int) -> None:
+            def body(t: Tensor) -> Tensor:
+                for name in ("a", "b", "c"):
+                    t = remat.region(F.gelu, name, recompute=False)(t.sin() * (index + 1))
+                return t
+
+            try:
+                leaf = x.detach().clone().requires_grad_()
+                call = torch.compile(
+                    lambda t: remat.checkpoint(region_name="b")(body)(t), backend="aot_eager", fullgraph=True
+                )
+                start.wait()
+                call(leaf).sum().backward()
+                (expected,) = torch.autograd.grad(body(leaf).sum(), leaf)
+                assert leaf.grad is not None
+                assert torch.equal(leaf.grad, expected)
+            except BaseException as error:  # noqa: BLE001 - shown by the test's own thread
+                errors.append(error)
+
+        threads = [threading.Thread(target=work, args=(index,)) for index in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not errors, errors
