@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch_remat.errors import ModifiedError, RandomStateError, display_name
 from torch_remat.runtime import externals
 from torch_remat.runtime.generators import HostRandom, covered, drawing, is_default, random_message
-from torch_remat.runtime.placeholder import METADATA_ONLY, inner_tensors, user_line
+from torch_remat.runtime.placeholder import METADATA_ONLY, inner_tensors, runs_without_data, user_line
 from torch_remat.runtime.plan import Plan, Step
 from torch_remat.runtime.tape import Kept, Output, OutputKind, Region, Slot, Tape, WeakStorage
 
@@ -308,6 +308,7 @@ class Observer(TorchDispatchMode):
             or torch.Tag.data_dependent_output in tags
             or torch.Tag.dynamic_output_shape in tags
             or name.startswith(("c10d", "_c10d"))
+            or not runs_without_data(func, results)
         ) and name not in METADATA_ONLY:
             self._roots.append(node)
 

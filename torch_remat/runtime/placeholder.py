@@ -14,6 +14,7 @@ Rules:
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -35,9 +36,11 @@ __all__ = [
     "meta_of",
     "missing",
     "unseen",
+    "runs_without_data",
     "user_line",
 ]
 
+_has_fake_kernel: Any = getattr(getattr(torch._library, "utils", None), "has_fake_kernel", None)
 _throw_on_data_ptr = getattr(torch._C, "_set_throw_on_mutable_data_ptr", None)
 
 METADATA_ONLY = frozenset(
@@ -237,6 +240,17 @@ def user_line() -> str:
             return f"{path}:{frame.f_lineno} in {frame.f_code.co_name}"
         frame = frame.f_back
     return "an unknown line"
+
+
+def runs_without_data(func: Any, results: list[Tensor]) -> bool:
+    """Whether ``func``, which has given ``results``, can follow rule 1."""
+    plain = all(one.layout is torch.strided and not (one.is_quantized or one.is_nested) for one in results)
+    return plain and (_has_fake_kernel is None or not hasattr(func, "_schema") or _has_rule(func))
+
+
+@functools.cache
+def _has_rule(func: Any) -> bool:
+    return bool(_has_fake_kernel(func))
 
 
 def _propagate(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:

@@ -45,7 +45,7 @@ from torch_remat.runtime.observe import laid_out, private_copy
 from torch_remat.runtime.placeholder import Meta, Origin, is_placeholder
 from torch_remat.runtime.plan import registry
 from torch_remat.runtime.rerun import plan_rerun, rerun
-from torch_remat.runtime.state import restored
+from torch_remat.runtime.state import SameOperations, restored
 from torch_remat.runtime.tape import Output, OutputKind, Region, Slot, Tape, version_of
 from torch_remat.runtime.tree import LEAF, flatten, unflatten
 from torch_remat.runtime.views import make
@@ -417,8 +417,12 @@ def replay(tape: Tape, unfilled: int) -> None:
         except placeholder.PlaceholderError as error:
             if not plan_rerun(tape, error):
                 raise
-            tape.empty_slots()
-            unfilled = tape.unfilled()
+        except SavesDriftError:
+            if tape.under_mode or not tape.watch_draws:
+                raise
+            tape.watch_draws = False  # the watch is a mode itself: see SameOperations
+        tape.empty_slots()
+        unfilled = tape.unfilled()
 
 
 def _replay(tape: Tape, unfilled: int) -> None:
@@ -512,7 +516,11 @@ def _run(frame: ReplayFrame, tape: Tape, args: Any, kwargs: Any) -> None:
         with restored(tape.ambient):
             push_hooks(frame.pack, _identity)
             try:
-                tape.function(*args, **kwargs)
+                if tape.under_mode and not torch._C._len_torch_dispatch_stack():
+                    with SameOperations():
+                        tape.function(*args, **kwargs)
+                else:
+                    tape.function(*args, **kwargs)
             finally:
                 pop_hooks()
         frame.finished()

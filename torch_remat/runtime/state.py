@@ -12,6 +12,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from torch_remat.runtime.dynamo import frames_compiled_by, set_frames_compiled_by
 
@@ -75,6 +76,23 @@ def _autocast() -> list[tuple[str, bool, torch.dtype]]:
 def _autocast_devices() -> tuple[str, ...]:
     accelerator = torch.accelerator.current_accelerator()
     return ("cpu",) if accelerator is None else ("cpu", accelerator.type)
+
+
+class SameOperations(TorchDispatchMode):
+    """A mode that does nothing, for the replay of a forward that ran under a mode, as every observed one does.
+
+    Under a dispatch mode torch takes other operations for some functions (``F.ctc_loss``), which save other tensors.
+    """
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Compiled functions stay compiled."""
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
 
 
 class restored:  # noqa: N801 - used like a function
