@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 PROJECT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(PROJECT / "scripts"))
+sys.path.append(str(PROJECT / "scripts"))
 
 import bench_distributed as bench  # noqa: E402
 

@@ -11,7 +11,7 @@ from helpers.ranks import run_ranks, values
 
 from torch_remat.testing import assert_same_bits
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "multi_gpu_tests"))
+sys.path.append(str(Path(__file__).resolve().parents[2] / "multi_gpu_tests"))
 
 
 def schedules(rank: int, names: tuple[str, ...]) -> dict[str, tuple[dict[str, int], dict[str, int]]]:

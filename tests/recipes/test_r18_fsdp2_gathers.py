@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from torch_remat.testing import assert_same_bits
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "multi_gpu_tests"))
+sys.path.append(str(Path(__file__).resolve().parents[2] / "multi_gpu_tests"))
 
 
 def gathers(rank: int, nested: bool) -> dict[str, dict[str, int]]:

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from torch_remat.testing import assert_same_bits
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "multi_gpu_tests"))
+sys.path.append(str(Path(__file__).resolve().parents[2] / "multi_gpu_tests"))
 
 
 def all_reduces(rank: int) -> dict[str, dict[str, int]]:

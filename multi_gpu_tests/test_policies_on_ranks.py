@@ -1,4 +1,4 @@
-"""Ranks with different policies under torchrun: every rank raises in the first step, by region and rank, and nothing hangs."""
+"""Ranks with different policies under torchrun: every rank raises in the first step, and nothing hangs."""
 
 from __future__ import annotations
 
