@@ -417,12 +417,8 @@ def replay(tape: Tape, unfilled: int) -> None:
         except placeholder.PlaceholderError as error:
             if not plan_rerun(tape, error):
                 raise
-        except SavesDriftError:
-            if tape.under_mode or not tape.watch_draws:
-                raise
-            tape.watch_draws = False  # the watch is a mode itself: see SameOperations
-        tape.empty_slots()
-        unfilled = tape.unfilled()
+            tape.empty_slots()
+            unfilled = tape.unfilled()
 
 
 def _replay(tape: Tape, unfilled: int) -> None:
