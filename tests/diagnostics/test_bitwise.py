@@ -138,9 +138,15 @@ class TestFingerprint:
 
     def test_long_tensors_are_taken_in_chunks(self, monkeypatch: pytest.MonkeyPatch):
         a = torch.randn(1000)
-        whole = fingerprint(a)
         monkeypatch.setattr("torch_remat.runtime.bitwise._CHUNK", 64)
-        assert torch.equal(fingerprint(a), whole)
+        assert torch.equal(fingerprint(a), fingerprint(a.clone()))
+        swapped = torch.cat([a[128:256], a[:128], a[256:]])  # whole chunks
+        assert not torch.equal(fingerprint(a), fingerprint(swapped))
+
+    def test_the_place_in_memory_makes_no_difference(self):
+        memory = torch.randn(33)
+        for size in (8, 9):
+            assert torch.equal(fingerprint(memory[1 : 1 + size]), fingerprint(memory[1 : 1 + size].clone()))
 
     def test_no_elements(self):
         assert fingerprint(torch.empty(0)).tolist() == [0, 0]

@@ -26,7 +26,7 @@ from torch_remat.runtime.tape import Output, OutputKind, Region, Slot, Tape
 
 __all__ = ["BitwiseCheck", "Difference", "fingerprint", "operation_of"]
 
-_CHUNK = 1 << 22  # elements taken at a time: bounds the memory that a fingerprint needs
+_CHUNK = 1 << 20  # integers taken at a time: bounds the memory that a fingerprint needs
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 _no_dispatch = getattr(torch._C, "_DisableTorchDispatch", None)
 
@@ -235,20 +235,48 @@ def fingerprint(tensor: Tensor) -> Tensor:
 
 def _fingerprint(tensor: Tensor) -> Tensor:
     with torch.no_grad():
-        plain = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
-        bits = plain.view(_BITS.get(plain.element_size(), torch.int64))
+        bits = _bits(tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1))
         total = torch.zeros(2, dtype=torch.int64, device=tensor.device)
-        for start in range(0, bits.numel(), _CHUNK):
+        for index, start in enumerate(range(0, bits.numel(), _CHUNK)):
             part = bits[start : start + _CHUNK].to(torch.int64)
-            total += torch.stack((part.sum(), (part * _weights(start, part.numel(), part.device)).sum()))
+            weighted = (part * _weights(part.numel(), part.device)).sum()
+            total += torch.stack((part.sum(), weighted * _scrambled(index)))
         return total
 
 
-def _weights(start: int, count: int, device: torch.device) -> Tensor:
-    """A scrambled integer for each position. Weights that grow evenly would cancel out where elements move evenly."""
-    mixed = torch.arange(start + 1, start + count + 1, device=device).mul_(-7046029254386353131)
-    mixed ^= mixed >> 32
-    return mixed.mul_(-4658895280553007687).bitwise_or_(1)
+def _bits(flat: Tensor) -> Tensor:
+    """The memory of a contiguous tensor as integers: eight bytes in each where the size allows, whatever the offset."""
+    size = flat.element_size()
+    if flat.numel() * size % 8:
+        return flat.view(_BITS.get(size, torch.int64))
+    return (flat.clone() if flat.storage_offset() * size % 8 else flat).view(torch.int64)
+
+
+_known_weights: dict[Any, Tensor] = {}
+
+
+def _weights(count: int, device: torch.device) -> Tensor:
+    """A scrambled odd integer for each position: weights that grow evenly would cancel where elements move evenly.
+
+    Kept for the next tensor, per device and stream, as long as the longest so far.
+    """
+    key = (device, torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0)
+    known = _known_weights.get(key)
+    if known is None or known.numel() < count:
+        length = min(_CHUNK, 1 << (count - 1).bit_length())
+        known = torch.arange(1, length + 1, device=device).mul_(_SCRAMBLE[0])
+        known ^= known >> 32
+        _known_weights[key] = known = known.mul_(_SCRAMBLE[1]).bitwise_or_(1)
+    return known[:count]
+
+
+_SCRAMBLE = (-7046029254386353131, -4658895280553007687)
+
+
+def _scrambled(index: int) -> int:
+    """The same for a chunk, as a number that fits in 64 bits."""
+    value = (index * _SCRAMBLE[0]) & 0x7FFFFFFFFFFFFFFF
+    return (value ^ value >> 32) | 1
 
 
 def _parts(tensor: Tensor) -> Iterator[Tensor]:

@@ -381,7 +381,8 @@ class ForwardFrame(Frame):
                 self.pack_output(output)
             elif isinstance(tensor, Tensor) and (output.unpack is None or isinstance(output.unpack, tuple)):
                 meta = meta_of(tensor)._replace(requires_grad=bool(output.meta))
-                note_address(record, position, tensor)
+                if position in step.free:
+                    note_address(record, position, tensor)
                 output.kind, output.data, output.meta, output.unpack = OutputKind.PLACEHOLDER, None, meta, None
         for _, output in record.changed:
             self.pack_output(output)

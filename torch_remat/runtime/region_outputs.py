@@ -96,9 +96,10 @@ class SaveOutputs:
         if step is None or position in step.keep or not can_stand_in(leaf):
             return self._kept(leaf, position)
         output = Output(OutputKind.PLACEHOLDER, (weakref.ref(leaf), version_of(leaf)), meta_of(leaf))
-        if position in step.free and self._saves is not None:
-            output.free = self._saves.kept_twin(leaf)
-        note_address(self._record, position, leaf)
+        if position in step.free:
+            note_address(self._record, position, leaf)
+            if self._saves is not None:
+                output.free = self._saves.kept_twin(leaf)
         return output
 
     def _kept(self, tensor: Tensor, position: int) -> Output:
