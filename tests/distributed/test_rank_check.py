@@ -267,6 +267,19 @@ def test_p6_regions_that_the_first_rank_lacks_are_compared_between_the_others():
     mismatch_everywhere(run_ranks(shared_expert_differs, 3), "moe::experts.9: SAVE on rank 1, RECOMPUTE on rank 2")
 
 
+def names_that_never_repeat(rank: int) -> list[str]:
+    rank_check.MOST_NAMES, rank_check.IDLE_FORWARDS = 3, 4
+    for index in range(12):
+        step([(f"step{index}", True)])
+    assert rank_check._window is not None
+    return [*rank_check._window.decided, listening()]
+
+
+def test_p10_names_that_never_repeat_do_not_fill_the_store():
+    for names in values(run_ranks(names_that_never_repeat, 2)):
+        assert names == ["step0", "step1", "step2", ""]
+
+
 def switched_off(rank: int) -> float:
     body = remat.region(torch.sin, "act", recompute=rank == 1)
     x = torch.ones(4, requires_grad=True)

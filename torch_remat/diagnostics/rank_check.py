@@ -56,6 +56,9 @@ LOOK_AGAIN_SECONDS = 30.0
 IDLE_FORWARDS = 1000
 """After how many forwards without a new name listening ends."""
 
+MOST_NAMES = 1024
+"""After how many checkpoint names no further one is looked at: names that never repeat name no block."""
+
 _NO_FLAG = "-"
 
 
@@ -274,7 +277,7 @@ def _forward_ended(tape: Tape) -> None:
         if window.error is not None:
             window.restart()
         name = display_name(tape.name)
-        if name in window.decided:
+        if name in window.decided or len(window.decided) >= MOST_NAMES:
             window.idle += 1
             if window.idle > IDLE_FORWARDS and not window.comparing:
                 _close()
