@@ -241,6 +241,16 @@ class TestReasons:
         assert line_of(body, "torch.exp") in replay.where + " "
         assert replay.region is None
 
+    def test_operations_on_one_line_are_told_apart(self) -> None:
+        def body(x: Tensor) -> Tensor:
+            left, right = save(lambda t: (t * 2, t * 3), "two")(x)
+            return torch.tanh(torch.sin(left) + 1) + torch.exp(right).sum() * 2  # fmt: skip
+
+        explained = only(remat.explain(body, torch.ones(3, requires_grad=True)))
+        assert [row.why.split(" at ")[0] for row in explained.regions[0].kept] == ["read by `sin`", "read by `exp`"]
+        assert [row.why.split(" at ")[0] for row in explained.bare.rebuilt] == ["saved by `tanh`", "saved by `exp`"]
+        assert explained.replay.text.startswith("stops after `exp` at ")
+
     def test_replay_stops_inside_a_region(self) -> None:
         replay = only(remat.explain(lambda x: redo(torch.sin, "sin")(x * 2) + 1, torch.ones(3).requires_grad_())).replay
         assert replay.region == "sin"

@@ -29,6 +29,8 @@ from torch_remat.runtime.tape import Kept, Region, Slot, Tape
 
 __all__ = ["Generators", "Metadata", "RunsCheckpoints", "Save", "WatchedForward", "Watching", "WatchingRoot", "meta_of"]
 
+_sequence_nr = getattr(torch._C._autograd, "_get_sequence_nr", None)
+
 Metadata = tuple[tuple[int, ...], str]
 """Shape, and dtype as people write it."""
 
@@ -151,7 +153,10 @@ class Watching(Observer):
         keys = tuple(storage_keys(tensor))
         nodes = tuple(self._writer[key] for key in keys if key in self._writer)
         total = sum(storage.nbytes() for storage in storages_of(tensor))
-        is_output = not tensor.requires_grad and bool(nodes) and max(nodes) == position - 1
+        if tensor.grad_fn is not None and _sequence_nr is not None:
+            is_output = tensor.grad_fn._sequence_nr() == _sequence_nr() - 1  # the node that saves is the newest one
+        else:
+            is_output = bool(nodes) and max(nodes) == position - 1
         self.saves.append(
             Save(
                 *(slot, nodes, position, user_line(), region, argument, len(self._tape.order), meta_of(tensor), total),
