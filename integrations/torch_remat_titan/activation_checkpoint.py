@@ -6,6 +6,7 @@ on the command line of `python -m torch_remat_titan.train`. Importing this modul
 
 import copy
 import functools
+import inspect
 import operator
 import sys
 from dataclasses import dataclass, field, replace
@@ -15,8 +16,8 @@ from weakref import WeakSet
 import torch
 import tyro
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torchtitan.distributed.activation_checkpoint import ActivationCheckpointing
+from torchtitan.distributed.parallel_dims import ParallelDims
 from torchtitan.tools.logging import logger
 from torchtitan.trainer import Trainer
 
@@ -100,21 +101,21 @@ def _whole(model: nn.Module) -> nn.Module:
 
 
 def _parallel(model: nn.Module) -> frozenset[str]:
-    """Which kinds of parallelism put collectives into the modules of `model`."""
+    """Which kinds of parallelism put collectives into the modules of `model`.
+
+    A policy is not told. `Module.parallelize` leaves the answer in the forward that it gives to a module; context
+    parallelism without it replaces the forward of the attention cores.
+    """
     found = set()
-    for module in model.modules():
-        for parameter in module.parameters(recurse=False):
-            if isinstance(parameter, DTensor):
-                found.update(set(parameter.device_mesh.mesh_dim_names or ()) & {"tp", "ep"})
+    for path, module in model.named_modules():
+        forward = vars(module).get("forward")
+        for dims in inspect.getclosurevars(forward).nonlocals.values() if inspect.isfunction(forward) else ():
+            if isinstance(dims, ParallelDims):
+                found.update(name for name in ("tp", "cp", "ep") if getattr(dims, f"{name}_enabled"))
+        if forward is not None and path.rpartition(".")[2] in CORES and not getattr(module, "_parallelized", False):
+            found.add("cp")
         if getattr(getattr(module, "token_dispatcher", None), "ep_mesh", None) is not None:
             found.add("ep")
-    for path, module in model.named_modules():
-        if (
-            path.rpartition(".")[2] in CORES
-            and "forward" in vars(module)
-            and not getattr(module, "_parallelized", False)
-        ):
-            found.add("cp")
     return frozenset(found)
 
 

@@ -11,6 +11,7 @@ pytestmark = [needs_0_3, pytest.mark.slow]
 BLOCKS = 6
 NONE = ("activation-checkpoint:none",)
 SAVE = ("attention.wo", "feed_forward.*")
+TENSOR_PARALLEL = ("--parallelism.tensor-parallel-degree", "2")
 HOST = (str(Path(__file__).parent / "host_trainer.py"),)
 
 
@@ -49,16 +50,24 @@ def test_the_hosts_own_choices_are_untouched(jobs, plain):  # noqa: F811
     assert "Applied FullAC activation checkpointing to the model" in job.log
 
 
-def test_tensor_parallel_saves_what_the_preset_says(jobs):  # noqa: F811
-    parallel = ("--parallelism.tensor-parallel-degree", "2")
-    expected = jobs.run(*parallel, *NONE)
-    saved = jobs.run(*parallel, *remat(preset="communication"))
-    recomputed = jobs.run(*parallel, *remat(preset="none"))
-    assert saved.figures == recomputed.figures == expected.figures
-    assert saved.collectives("replay") == [{}, {}]
-    assert saved.collectives("forward") == expected.collectives("forward")
-    # Two gathers before attention and feed-forward, and the reduction behind attention; the last one nobody needs.
-    assert recomputed.collectives("replay") == [{"all_gather": 2 * BLOCKS, "reduce_scatter": BLOCKS}] * 2
+@pytest.fixture(scope="module")
+def plain_tensor_parallel(jobs):  # noqa: F811
+    """The job without checkpointing, with sequence parallel blocks."""
+    return jobs.run(*TENSOR_PARALLEL, *NONE)
+
+
+def test_tensor_parallel_saves_what_the_preset_says(jobs, plain_tensor_parallel):  # noqa: F811
+    job = jobs.run(*TENSOR_PARALLEL, *remat(preset="communication"))
+    assert job.figures == plain_tensor_parallel.figures
+    assert job.collectives("replay") == [{}, {}]
+    assert job.collectives("forward") == plain_tensor_parallel.collectives("forward")
+
+
+def test_tensor_parallel_replays_the_collectives_of_what_is_not_saved(jobs, plain_tensor_parallel):  # noqa: F811
+    job = jobs.run(*TENSOR_PARALLEL, *remat(preset="none"))
+    assert job.figures == plain_tensor_parallel.figures
+    # Two gathers, before attention and feed-forward, and the reduction behind attention; the last one nobody needs.
+    assert job.collectives("replay") == [{"all_gather": 2 * BLOCKS, "reduce_scatter": BLOCKS}] * 2
 
 
 @pytest.mark.parametrize("schedule", ["Interleaved1F1B", "InterleavedZeroBubble"])

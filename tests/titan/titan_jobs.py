@@ -56,7 +56,7 @@ class Jobs:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 cwd=home,
-                timeout=280,
+                timeout=600,
                 env=variables,
             )
         text = (home / "log").read_text(errors="replace")
