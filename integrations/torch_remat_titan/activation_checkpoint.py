@@ -8,7 +8,6 @@ import copy
 import functools
 import inspect
 import operator
-import sys
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, cast, get_args
 from weakref import WeakSet
@@ -21,7 +20,7 @@ from torchtitan.distributed.parallel_dims import ParallelDims
 from torchtitan.tools.logging import logger
 from torchtitan.trainer import Trainer
 
-from torch_remat_titan.apply import apply_options, check_options, list_regions
+from torch_remat_titan.apply import apply_options, check_options, print_regions_and_exit
 from torch_remat_titan.options import SEVERAL, RematOptions
 from torch_remat_titan.presets import CORES
 
@@ -82,10 +81,7 @@ class RematAC(ActivationCheckpointing):
         whole = _whole(model)
         parallel = _parallel(model)
         if self.options.list_regions:
-            if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
-                sys.stdout.write(list_regions(whole) + "\n")
-            sys.stdout.flush()
-            raise SystemExit(0)
+            print_regions_and_exit(whole)
         check_options(whole, self.options, parallel)
         report = apply_options(model, self.options, parallel)
         logger.info("Applied activation checkpointing by torch_remat\n%s", report)

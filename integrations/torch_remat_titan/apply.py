@@ -1,7 +1,9 @@
 """`RematOptions` on a torchtitan model, or on the part of one that a pipeline stage has. Imports no torchtitan."""
 
 import copy
-from typing import Any
+import os
+import sys
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -43,6 +45,16 @@ def check_options(whole: nn.Module, options: RematOptions, parallel: frozenset[s
 def list_regions(whole: nn.Module) -> str:
     """The region names of a model, for people."""
     return str(remat.available_regions(whole, blocks_matching(whole, BLOCKS)))
+
+
+def print_regions_and_exit(whole: nn.Module) -> NoReturn:
+    """Print the region names of a model on the first rank, and end every rank with success."""
+    if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
+        sys.stdout.write(list_regions(whole) + "\n")
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Not SystemExit: the recorder of errors around the trainer's constructor takes that with status 0 for a return.
+    os._exit(0)
 
 
 def _apply(model: nn.Module, options: RematOptions, parallel: frozenset[str], *, part: bool) -> remat.PolicyReport:

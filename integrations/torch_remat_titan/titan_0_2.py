@@ -7,7 +7,6 @@ host's own checkpointing is switched off for that model; its other modes are unt
 import dataclasses
 import functools
 import importlib
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from torch_remat_titan.apply import apply_options, check_options, list_regions
+from torch_remat_titan.apply import apply_options, check_options, print_regions_and_exit
 from torch_remat_titan.options import MODE, RematOptions
 from torch_remat_titan.versions import UnsupportedHostError, host_series
 
@@ -103,10 +102,7 @@ class _Pipeline:
 
 def _look_at_the_whole(model: nn.Module, options: RematOptions, parallel: frozenset[str]) -> None:
     if options.list_regions:
-        if torch.distributed.get_rank() == 0:
-            sys.stdout.write(list_regions(model) + "\n")
-            sys.stdout.flush()
-        raise SystemExit(0)
+        print_regions_and_exit(model)
     check_options(model, options, parallel)
 
 

@@ -56,7 +56,7 @@ class Jobs:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 cwd=home,
-                timeout=600,
+                timeout=280,
                 env=variables,
             )
         text = (home / "log").read_text(errors="replace")
