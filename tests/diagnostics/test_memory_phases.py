@@ -289,3 +289,42 @@ def test_a_report_holds_no_tensor_and_makes_no_garbage():
         assert live_tensors() == before
         assert gc.collect() == 0 or live_tensors() == before
     assert kept[0][0].region_bytes == kept[2][0].region_bytes
+
+
+def test_errors_name_a_save_as_reports_do():
+    first = torch.ones(3)
+
+    class Two(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            remat.save_for_backward(ctx, {"lse": first, "none": None, "probs": x.detach() * 2})
+            return x * 1
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            _ = ctx.saved_tensors
+            return grad
+
+    def body(x: Tensor) -> Tensor:
+        return torch.exp(remat.region(Two.apply, "softmax", recompute=False)(torch.sin(x)))
+
+    y = remat.checkpoint(region_name="b")(body)(torch.zeros(3, requires_grad=True))
+    (row, *_) = remat.saved_tensors_report(y).checkpoints[0].regions[0].rows
+    assert row.name == "lse"
+    first.mul_(2)
+    with pytest.raises(RuntimeError, match=r"Saved tensor lse for b::softmax was modified in-place"):
+        y.sum().backward()
+
+
+def test_errors_count_unnamed_saves_as_reports_do():
+    late = torch.ones(3)
+
+    def body(x: Tensor) -> Tensor:
+        return torch.exp(remat.region(lambda t: torch.cos(t) * late, "r", recompute=False)(torch.sin(x)))
+
+    y = remat.checkpoint(region_name="b")(body)(torch.zeros(3, requires_grad=True))
+    rows = remat.saved_tensors_report(y).checkpoints[0].regions[0].rows
+    assert rows[0].name == "saved.1", "saved.0 is rebuilt"
+    late.mul_(2)
+    with pytest.raises(RuntimeError, match=r"Saved tensor saved\.1 for b::r was modified in-place"):
+        y.sum().backward()

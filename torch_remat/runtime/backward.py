@@ -63,7 +63,7 @@ def unpacker(tape: Tape) -> Any:
 
     def unpack(payload: Any) -> Tensor:
         if type(payload) is not Slot:
-            return _resident(payload)
+            return _resident(payload, tape)
         tensor = payload.tensor
         if tensor is None:
             if events.backward_reached.listeners:
@@ -99,15 +99,15 @@ def _account(tape: Tape, slot: Slot) -> None:
         _of_thread.handed.add(slot)
 
 
-def _resident(payload: Any) -> Tensor:
+def _resident(payload: Any, tape: Tape) -> Tensor:
     """A save that stayed, or that a user's pair packed."""
     if type(payload) is Kept:
         if version_of(payload.tensor) != payload.version:
-            raise _modified(payload.label)
+            raise _modified(payload, tape)
         return payload.tensor
     if type(payload) is Packed:
         if payload.probe is not None and payload.probe._version != payload.version:
-            raise _modified(payload.label)
+            raise _modified(payload, tape)
         if payload.ready is not None:
             tensor, payload.ready = payload.ready, None
             return tensor
@@ -121,15 +121,25 @@ def _no_pack(tensor: Tensor) -> Any:
     raise InternalError("pack of an unpack-only pair")
 
 
-def _modified(label: tuple[str | None, str | None, int]) -> ModifiedError:
-    checkpoint, region, index = label
-    what = f"Saved tensor saved.{index} for {display_name(checkpoint, region)}"
+def _modified(payload: Any, tape: Tape) -> ModifiedError:
+    checkpoint, region, index = payload.label
+    name = _name_of(payload, tape) or f"saved.{index}"
+    what = f"Saved tensor {name} for {display_name(checkpoint, region)}"
     if region is None:
         what = f"A parameter that checkpoint {display_name(checkpoint)} reads"
     return ModifiedError(
         f"{what} was modified in-place after it was saved for backward.\n"
         f"To fix: do not modify it between its use and backward, or use a .clone()."
     )
+
+
+def _name_of(payload: Any, tape: Tape) -> str | None:
+    """What ``save_for_backward`` called a save of the running node."""
+    node = _current_node()
+    number = -1 if node is None else node._sequence_nr()
+    names = next((found for span in tape.spans.items if (found := (span.names or {}).get(number))), ())
+    saves = getattr(node, "_raw_saved_tensors", ()) if names else ()
+    return next((name for name, saved in zip(names, saves, strict=False) if saved.data is payload), None)
 
 
 def _ensure_filled(tape: Tape) -> None:

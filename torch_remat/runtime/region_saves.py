@@ -71,6 +71,8 @@ class RegionSaves:
 
     def pack(self, tensor: Tensor) -> Any:
         """Apply the rules to one saved tensor."""
+        position = self._saved  # counts what is dropped, too, as reports do
+        self._saved = position + 1
         target = self._by_id.get(id(tensor))
         if target is not None and tensor._version == target[2]:
             return self._slot(target[0], target[1], tensor, SAME)
@@ -83,8 +85,7 @@ class RegionSaves:
             if found is not None:
                 index, argument, recipe = found
                 return self._slot(index, argument, tensor, recipe)
-        label = (self._checkpoint, self._record_name, self._saved)
-        self._saved += 1
+        label = (self._checkpoint, self._record_name, position)
         if is_weight:
             return Kept(tensor if tensor is base else tensor.detach(), label)
         if self._pair is None:
