@@ -76,7 +76,7 @@ class Stack:
         gc.collect()
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
             output = self.forward()
-        kept = sum(event.self_cpu_memory_usage for event in profile.events()) - output.nbytes
+        kept = sum(event.self_cpu_memory_usage for event in profile.events() or ()) - output.nbytes
         output.backward(self.gradient)
         return int(kept)
 
@@ -96,8 +96,10 @@ def _budget(value: float | None) -> Iterator[None]:
 def run(shape: Shape, backend: str, rounds: int) -> str:
     """Measure every case; returns the table."""
     import torch
+    import torch._dynamo.config
 
     torch.set_num_threads(1)
+    torch._dynamo.config.recompile_limit = 64  # one function for every case and layer
     stacks: dict[tuple[str, str | None], Stack] = {}
     for case in CASES:
         for how in (None, backend):

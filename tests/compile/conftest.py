@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.compiled import COMPILED, Graphs
+from helpers.compiled import COMPILED, LIMITS, Graphs
 from helpers.engine import EagerEngine
 
 _HERE = Path(__file__).parent
@@ -20,11 +20,15 @@ _FILTERS = (
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Let torch's compiler warn of its own doings in the tests of this folder."""
+    """Let torch's compiler warn of its own doings in the tests of this folder; expect the known failures."""
     for item in items:
         if _HERE in item.path.parents:
             for one in _FILTERS:
                 item.add_marker(pytest.mark.filterwarnings(one))
+            if item.path.name == "test_contract.py":
+                for name, reason in LIMITS.items():
+                    if item.name == name:
+                        item.add_marker(pytest.mark.xfail(reason=reason, strict=True))
 
 
 @pytest.fixture
