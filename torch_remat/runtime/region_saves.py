@@ -21,7 +21,7 @@ from torch import Tensor
 from torch_remat.runtime.hooks import HookPair, SavedTensorKind, call_pack
 from torch_remat.runtime.plan import Step
 from torch_remat.runtime.tape import Kept, Packed, Region, Slot, WeakStorage, version_of, version_probe
-from torch_remat.runtime.views import SAME, Layout, layout_of, within
+from torch_remat.runtime.views import SAME, Layout, layout_of, unmodified, within
 
 if TYPE_CHECKING:
     from torch_remat.runtime.forward import ForwardFrame
@@ -150,7 +150,7 @@ class RegionSaves:
             return None
         mine = layout_of(tensor)
         for (index, argument, version), layout in zip(self._targets, self._layouts, strict=True):
-            if layout is not None and tensor._version == version:
+            if layout is not None and unmodified(tensor, mine, layout, version):
                 recipe = within(mine, layout)
                 if recipe is not None:
                     return index, argument, recipe

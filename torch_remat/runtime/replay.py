@@ -108,8 +108,8 @@ class ReplayFrame(Frame):
             self._fill(slot, kept)
         return kept
 
-    def _fill(self, slot: Slot, tensor: Tensor) -> None:
-        slot.fill(tensor, tensor._version, self._trusted)
+    def _fill(self, slot: Slot, tensor: Tensor, *, trusted: bool = True) -> None:
+        slot.fill(tensor, tensor._version, self._trusted and trusted)
         self._remaining -= 1
         if self._remaining == 0 and self._stops:
             raise _Stop
@@ -227,9 +227,7 @@ class ReplayFrame(Frame):
                 f"To fix: make recomputed code deterministic in its memory layout, or keep the tensor in a region with "
                 f"recompute=False."
             )
-        if _set_version is not None and kept._version != argument._version:  # wrapped anew
-            _set_version((kept,), (argument._version,))
-        self._fill(slot, kept)
+        self._fill(slot, kept, trusted=type(kept) is Tensor)  # one that is wrapped anew counts anew
 
     def _serve(self, record: Region, position: int, output: Output, arguments: list[Any], leaves: list[Any]) -> Any:
         kind = output.kind

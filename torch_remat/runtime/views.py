@@ -2,7 +2,7 @@
 
 Two tensors share elements when they are on one storage with the same dtype, conjugate and negative bits and their
 address ranges overlap. A wrapper subclass (``DTensor``) is a view of another one of its type when each tensor in it is
-one of its counterpart.
+one of its counterpart, and of a plain tensor when each is one of that: tensor parallel modules wrap what they get.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-__all__ = ["SAME", "Layout", "Recipe", "extent", "layout_of", "make", "within"]
+__all__ = ["SAME", "Layout", "Recipe", "extent", "layout_of", "make", "unmodified", "within"]
 
 _STRIDED = (Tensor, torch.nn.Parameter, FakeTensor)  # lie in one memory, which a fake one only says
 
@@ -92,6 +92,8 @@ def layout_of(tensor: Tensor) -> Any:
 
 def within(mine: Any, base: Any) -> Recipe | None:
     """How to make a tensor with layout ``mine`` from one with layout ``base``; None if it is no view inside it."""
+    if type(mine) is _Wrapped and type(base) is Layout:
+        return _rewrapped(mine, [base] * len(mine.inner))
     if type(mine) is not type(base):
         return None
     if type(mine) is Layout:
@@ -103,17 +105,26 @@ def within(mine: Any, base: Any) -> Recipe | None:
         if start >= 0 and mine.start < mine.end <= base.end:
             return _Strided(mine.size, mine.stride, start, base.stride)
         return None
-    if type(mine) is _Constant:
-        return mine
     if mine.kind is not base.kind or [name for name, _ in mine.inner] != [name for name, _ in base.inner]:
         return None
+    return _rewrapped(mine, [whole for _, whole in base.inner])
+
+
+def _rewrapped(mine: _Wrapped, bases: list[Any]) -> Recipe | None:
     inner = []
-    for (name, part), (_, whole) in zip(mine.inner, base.inner, strict=True):
-        recipe = within(part, whole)
+    for (name, part), base in zip(mine.inner, bases, strict=True):
+        recipe = part if type(part) is _Constant else within(part, base)
         if recipe is None:
             return None
         inner.append((name, recipe))
     return _Rewrapped(mine, tuple(inner))
+
+
+def unmodified(tensor: Tensor, mine: Any, base: Any, version: int) -> bool:
+    """Whether ``tensor`` is at ``version``, which the one with layout ``base`` was at. A new wrapper counts anew."""
+    if type(mine) is _Wrapped and type(base) is Layout:
+        return all(getattr(tensor, name)._version == version for name, part in mine.inner if type(part) is Layout)
+    return tensor._version == version
 
 
 def make(base: Tensor, recipe: Recipe) -> Tensor | None:
@@ -124,9 +135,10 @@ def make(base: Tensor, recipe: Recipe) -> Tensor | None:
         return base.as_strided(recipe.size, recipe.stride, base.storage_offset() + recipe.start)
     if type(recipe) is not _Rewrapped:
         return base
+    wrapped = is_traceable_wrapper_subclass(base)
     parts: dict[str, Any] = {}
     for name, inner in recipe.inner:
-        part = inner.value if type(inner) is _Constant else make(getattr(base, name), inner)
+        part = inner.value if type(inner) is _Constant else make(getattr(base, name) if wrapped else base, inner)
         if part is None:
             return None
         parts[name] = part
