@@ -1,0 +1,45 @@
+"""Inductor: placement and random numbers. It compiles C++, so these tests are few and slow."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+import torch
+import torch.nn.functional as F
+from test_boundaries import RUNS, block
+from torch import Tensor
+
+import torch_remat as remat
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a C++ compiler"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+]
+
+
+def test_p2_save_region_runs_once(x: Tensor) -> None:
+    expected = torch.autograd.grad(block(x).sum(), x)[0]
+    call = torch.compile(lambda t: remat.checkpoint(region_name="b")(block)(t), fullgraph=True)
+    call(x)
+    RUNS.clear()
+    (got,) = torch.autograd.grad(call(x).sum(), x)
+    assert RUNS == ["save", "rec", "rec"]
+    torch.testing.assert_close(got, expected)
+
+
+def test_p1_gradient_belongs_to_the_numbers_that_were_drawn() -> None:
+    """Inductor draws from a seed that it keeps: in recomputed code nothing else of a dropout is kept."""
+
+    def body(t: Tensor) -> Tensor:
+        scaled = remat.region(lambda u: F.dropout(u, 0.5), "save", recompute=False)(t)
+        return (F.dropout(scaled, 0.3) * torch.rand_like(t)).square()
+
+    t = torch.full((16, 16), 2.0, requires_grad=True)
+    call = torch.compile(lambda t: remat.checkpoint(region_name="b")(body)(t), fullgraph=True)
+    for _ in range(2):
+        output = call(t)
+        (got,) = torch.autograd.grad(output.sum(), t)
+        assert 0 < int((output == 0).sum()) < 256
+        torch.testing.assert_close(got, output.detach())  # (c t)^2 at t = 2 has the derivative 2 c^2 t = (c t)^2
