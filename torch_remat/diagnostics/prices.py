@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from torch_remat.diagnostics.graph import nodes_of
 from torch_remat.diagnostics.memory import kept_bytes_by_span
@@ -45,6 +44,8 @@ _CPU_ATTENTION = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_fo
 
 def _attention_flops(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:
     """Torch counts attention for the GPU kernels only; the arguments are shapes."""
+    from torch.utils.flop_counter import sdpa_flop_count  # imports triton where there is one
+
     return sdpa_flop_count(query, key, value)
 
 
@@ -193,6 +194,8 @@ class _Run:
         return function, key[1] not in self._saved
 
     def _counting(self, key: _Key, function: Any) -> Any:
+        from torch.utils.flop_counter import FlopCounterMode
+
         def call(*args: Any, **kwargs: Any) -> Any:
             collectives = _CountCollectives()
             with FlopCounterMode(display=False, custom_mapping=_MORE_FLOPS) as flops, collectives:

@@ -372,9 +372,9 @@ class CheckedReplayFrame(ReplayFrame):
         self._wraps = True
         tape.check.replay_starts()
 
-    def _fill(self, slot: Slot, tensor: Tensor) -> None:
+    def _fill(self, slot: Slot, tensor: Tensor, *, trusted: bool = True) -> None:
         self.tape.check.seen(slot, tensor)
-        super()._fill(slot, tensor)
+        super()._fill(slot, tensor, trusted=trusted)
 
     def data(self, output: Output, what: str) -> Tensor:
         """The tensor of a persisted output or input."""
