@@ -24,6 +24,8 @@ MAIN_STAMP := .venv/.installed-$(HASH)
 FLOOR_STAMP := .venv-floor/.installed-$(HASH)-$(FLOOR_TORCH)-$(FLOOR_TITAN)
 
 WORKERS ?= 2
+# Memory reports show what lives in the whole process: their tests, and the pages with their output, run without others.
+OTHER_TESTS := tests --ignore=tests/diagnostics --ignore=tests/docs
 export OMP_NUM_THREADS := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Modules are compiled when first imported: most of what is installed never is.
@@ -60,7 +62,9 @@ contracts: $(MAIN_STAMP)
 
 floor-tests: $(FLOOR_STAMP)
 	@echo "== tests on torch $(FLOOR_TORCH) and torchtitan $(FLOOR_TITAN)"
-	@.venv-floor/bin/python -m pytest -n $(WORKERS) --dist worksteal tests
+	@.venv-floor/bin/python -m pytest -n $(WORKERS) --dist worksteal tests/diagnostics
+	@.venv-floor/bin/python -m pytest -n $(WORKERS) --dist worksteal tests/docs
+	@.venv-floor/bin/python -m pytest -n $(WORKERS) --dist worksteal $(OTHER_TESTS)
 
 multi-gpu-tests: $(MAIN_STAMP)
 	@echo "== multi-process tests under torchrun"
@@ -68,7 +72,9 @@ multi-gpu-tests: $(MAIN_STAMP)
 
 main-tests: $(MAIN_STAMP)
 	@echo "== tests on the newest torch"
-	@.venv/bin/python -m pytest -n $(WORKERS) --dist worksteal tests
+	@.venv/bin/python -m pytest -n $(WORKERS) --dist worksteal tests/diagnostics
+	@.venv/bin/python -m pytest -n $(WORKERS) --dist worksteal tests/docs
+	@.venv/bin/python -m pytest -n $(WORKERS) --dist worksteal $(OTHER_TESTS)
 
 $(MAIN_STAMP): pyproject.toml
 	@test -n "$(PYTHON)" || { echo "No Python 3.11 or newer found. To fix: install one, or name it with make PYTHON=/path/to/python"; exit 2; }
