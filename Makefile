@@ -25,13 +25,13 @@ FLOOR_STAMP := .venv-floor/.installed-$(HASH)-$(FLOOR_TORCH)-$(FLOOR_TITAN)
 
 WORKERS ?= 2
 # Memory reports show what lives in the whole process: their tests, and the pages with their output, run without others.
-OTHER_TESTS := tests --ignore=tests/diagnostics --ignore=tests/docs
+OTHER_TESTS := tests --ignore=tests/diagnostics --ignore=tests/docs -m "not job"
 export OMP_NUM_THREADS := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Modules are compiled when first imported: most of what is installed never is.
 PIP_INSTALL := -m pip install --quiet --prefer-binary --no-compile
 
-.PHONY: help train test environments lint contracts floor-tests multi-gpu-tests main-tests clean
+.PHONY: help train test environments lint contracts floor-tests multi-gpu-tests main-tests titan-jobs clean
 
 help:
 	@sed -n '1,4p' Makefile | sed 's/^# \{0,1\}//'
@@ -89,6 +89,11 @@ $(FLOOR_STAMP): pyproject.toml
 	@test -x .venv-floor/bin/python || $(PYTHON) -m venv .venv-floor
 	@.venv-floor/bin/python $(PIP_INSTALL) $(FLOOR_PIP_ARGS) 'torch==$(FLOOR_TORCH)' 'torchtitan==$(FLOOR_TITAN)' -e '.[test,titan]'
 	@rm -f .venv-floor/.installed-* && touch $@
+
+# Every torchtitan job of the documentation, on both versions; half an hour on two cores.
+titan-jobs: $(MAIN_STAMP) $(FLOOR_STAMP)
+	@.venv-floor/bin/python -m pytest -m job tests/titan
+	@.venv/bin/python -m pytest -m job tests/titan
 
 clean:
 	rm -rf .venv .venv-floor .cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis build dist

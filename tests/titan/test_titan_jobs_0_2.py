@@ -6,7 +6,7 @@ import pytest
 from titan_hosts import needs_0_2
 from titan_jobs import STEPS, jobs, remat  # noqa: F401  (jobs is a fixture)
 
-pytestmark = [needs_0_2, pytest.mark.slow]
+pytestmark = needs_0_2
 
 BLOCKS = 6
 NONE = ("--activation_checkpoint.mode", "none")
@@ -48,12 +48,14 @@ def test_toml_with_our_launcher(jobs, plain, toml):  # noqa: F811
     assert job.last("replays") == [BLOCKS - 1] * 2
 
 
+@pytest.mark.job
 def test_toml_with_the_hosts_launcher(jobs, plain, toml):  # noqa: F811
     job = jobs.run(*toml, launcher=HOST)
     assert job.figures == plain.figures
     assert job.log.count("layers.5: no checkpoint") == 2
 
 
+@pytest.mark.job
 def test_the_hosts_own_modes_are_untouched(jobs, plain):  # noqa: F811
     job = jobs.run("--activation_checkpoint.mode", "full")
     assert job.figures == plain.figures
@@ -67,6 +69,7 @@ def plain_tensor_parallel(jobs):  # noqa: F811
     return jobs.run(*TENSOR_PARALLEL, *NONE)
 
 
+@pytest.mark.job
 def test_tensor_parallel_saves_what_the_preset_says(jobs, plain_tensor_parallel):  # noqa: F811
     job = jobs.run(*TENSOR_PARALLEL, *remat(preset="communication"))
     assert job.figures == plain_tensor_parallel.figures
@@ -74,6 +77,7 @@ def test_tensor_parallel_saves_what_the_preset_says(jobs, plain_tensor_parallel)
     assert job.collectives("forward") == plain_tensor_parallel.collectives("forward")
 
 
+@pytest.mark.job
 def test_tensor_parallel_replays_the_collectives_of_what_is_not_saved(jobs, plain_tensor_parallel):  # noqa: F811
     job = jobs.run(*TENSOR_PARALLEL, *remat(preset="none"))
     assert job.figures == plain_tensor_parallel.figures
@@ -82,6 +86,7 @@ def test_tensor_parallel_replays_the_collectives_of_what_is_not_saved(jobs, plai
 
 
 @pytest.mark.parametrize("schedule", ["Interleaved1F1B", "InterleavedZeroBubble"])
+@pytest.mark.job
 def test_pipeline_replays_once_per_block_and_microbatch(jobs, schedule):  # noqa: F811
     parallel = ("--parallelism.pipeline_parallel_degree=2", f"--parallelism.pipeline_parallel_schedule={schedule}")
     expected = jobs.run(*parallel, *NONE)
@@ -91,6 +96,7 @@ def test_pipeline_replays_once_per_block_and_microbatch(jobs, schedule):  # noqa
     assert sum(job.last("forwards")) == BLOCKS * 4
 
 
+@pytest.mark.job
 def test_expert_parallel(jobs):  # noqa: F811
     parallel = ("--model.name=deepseek_v3", "--parallelism.expert_parallel_degree=2")
     expected = jobs.run(*parallel, *NONE)
@@ -100,6 +106,7 @@ def test_expert_parallel(jobs):  # noqa: F811
     assert job.collectives("replay") == [{}, {}]
 
 
+@pytest.mark.job
 def test_a_checkpoint_of_one_mode_loads_under_the_other(jobs, plain, tmp_path):  # noqa: F811
     saving = ("--checkpoint.enable", f"--checkpoint.folder={tmp_path}", "--checkpoint.interval=2")
     first = jobs.run(*saving, *remat(*SAVE))
@@ -110,6 +117,7 @@ def test_a_checkpoint_of_one_mode_loads_under_the_other(jobs, plain, tmp_path): 
     assert [[row["step"] for row in rows] for rows in again.rows] == [[STEPS]] * 2
 
 
+@pytest.mark.job
 def test_a_typo_stops_the_job_and_names_the_nearest(jobs):  # noqa: F811
     job = jobs.run("--parallelism.pipeline_parallel_degree=2", *remat("attention.w0"), fails=True)
     assert job.status != 0
@@ -117,6 +125,7 @@ def test_a_typo_stops_the_job_and_names_the_nearest(jobs):  # noqa: F811
     assert "'attention.wo'" in job.log
 
 
+@pytest.mark.job
 def test_the_listing_of_regions_ends_the_job(jobs):  # noqa: F811
     job = jobs.run(*remat(list_regions=True), fails=True)
     assert "layers.0, layers.1 ... layers.5 (6 blocks):\n  attention\n  attention.wq\n" in job.log

@@ -6,7 +6,7 @@ import pytest
 from titan_hosts import needs_0_3
 from titan_jobs import STEPS, jobs, remat  # noqa: F401  (jobs is a fixture)
 
-pytestmark = [needs_0_3, pytest.mark.slow]
+pytestmark = needs_0_3
 
 BLOCKS = 6
 NONE = ("activation-checkpoint:none",)
@@ -30,12 +30,14 @@ def test_fsdp2_with_flags(jobs, plain):  # noqa: F811
     assert job.collectives("backward") == plain.collectives("backward")
 
 
+@pytest.mark.job
 def test_the_subcommand(jobs, plain):  # noqa: F811
     job = jobs.run("activation-checkpoint:remat", "--activation-checkpoint.save-regions", "attention.wo,feed_forward.*")
     assert job.figures == plain.figures
     assert job.last("replays") == [BLOCKS] * 2
 
 
+@pytest.mark.job
 def test_a_config_function_with_the_hosts_launcher(jobs, plain):  # noqa: F811
     recipe = ("--module=torch_remat_titan.recipes", "--config=llama3_debugmodel_remat")
     job = jobs.run(*recipe, launcher=HOST)
@@ -43,6 +45,7 @@ def test_a_config_function_with_the_hosts_launcher(jobs, plain):  # noqa: F811
     assert job.log.count("save attention.wo, attention.inner_attention, feed_forward.w1") == 2
 
 
+@pytest.mark.job
 def test_the_hosts_own_choices_are_untouched(jobs, plain):  # noqa: F811
     job = jobs.run("activation-checkpoint:full")
     assert job.figures == plain.figures
@@ -63,6 +66,7 @@ def test_tensor_parallel_saves_what_the_preset_says(jobs, plain_tensor_parallel)
     assert job.collectives("forward") == plain_tensor_parallel.collectives("forward")
 
 
+@pytest.mark.job
 def test_tensor_parallel_replays_the_collectives_of_what_is_not_saved(jobs, plain_tensor_parallel):  # noqa: F811
     job = jobs.run(*TENSOR_PARALLEL, *remat(preset="none"))
     assert job.figures == plain_tensor_parallel.figures
@@ -71,6 +75,7 @@ def test_tensor_parallel_replays_the_collectives_of_what_is_not_saved(jobs, plai
 
 
 @pytest.mark.parametrize("schedule", ["Interleaved1F1B", "InterleavedZeroBubble"])
+@pytest.mark.job
 def test_pipeline_replays_once_per_block_and_microbatch(jobs, schedule):  # noqa: F811
     parallel = ("--parallelism.pipeline-parallel-degree=2", f"--parallelism.pipeline-parallel-schedule={schedule}")
     expected = jobs.run(*parallel, *NONE)
@@ -93,6 +98,7 @@ def test_expert_parallel(jobs):  # noqa: F811
     assert job.collectives("replay") == [{}, {}]
 
 
+@pytest.mark.job
 def test_a_checkpoint_of_one_choice_loads_under_another(jobs, plain, tmp_path):  # noqa: F811
     saving = ("--checkpoint.enable", f"--checkpoint.folder={tmp_path}", "--checkpoint.interval=2")
     first = jobs.run(*saving, *remat(*SAVE))
@@ -102,6 +108,7 @@ def test_a_checkpoint_of_one_choice_loads_under_another(jobs, plain, tmp_path): 
     assert [[row["step"] for row in rows] for rows in again.rows] == [[STEPS]] * 2
 
 
+@pytest.mark.job
 def test_a_typo_stops_the_job_and_names_the_nearest(jobs):  # noqa: F811
     job = jobs.run("--parallelism.pipeline-parallel-degree=2", *remat("attention.w0"), fails=True)
     assert job.status != 0
@@ -109,6 +116,7 @@ def test_a_typo_stops_the_job_and_names_the_nearest(jobs):  # noqa: F811
     assert "'attention.wo'" in job.log
 
 
+@pytest.mark.job
 def test_the_listing_of_regions_ends_the_job(jobs):  # noqa: F811
     job = jobs.run(*remat(list_regions=True), fails=True)
     assert "layers.0, layers.1 ... layers.5 (6 blocks):\n  attention\n  attention.rope\n" in job.log
