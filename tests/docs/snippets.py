@@ -61,17 +61,21 @@ def snippets_of(path: Path) -> list[Snippet]:
 def run(snippet: Snippet) -> tuple[str, bool]:
     """What `snippet` prints, an exception's last words included; whether it ended without one."""
     gc.collect()  # what an earlier snippet has left is not to be in this one's reports
+    namespace = {"__name__": "example"}
     printed = io.StringIO()
     name = "example.py"
     linecache.cache[name] = (len(snippet.code), None, snippet.code.splitlines(keepends=True), name)
     ended = True
     with contextlib.redirect_stdout(printed):
         try:
-            exec(compile(snippet.code, name, "exec"), {"__name__": "example"})
+            exec(compile(snippet.code, name, "exec"), namespace)
         except Exception as error:  # noqa: BLE001 - whatever it raises is what it shows
             ended = False
             print("".join(traceback.format_exception_only(error)), end="")
     linecache.cache.pop(name, None)
+    # An output without a backward holds its body, whose globals hold the output: a circle through autograd's graph,
+    # which no garbage collector follows.
+    namespace.clear()
     return "".join(line.rstrip() + "\n" for line in printed.getvalue().splitlines()), ended
 
 
