@@ -23,7 +23,7 @@ pytestmark = [
 ]
 
 
-@torch.library.custom_op("torch_remat_tests::counted_gelu", mutates_args=())
+@torch.library.custom_op("remat_examples::counted_gelu", mutates_args=())
 def counted_gelu(x: torch.Tensor, name: str) -> torch.Tensor:
     """GELU that counts its runs by name."""
     RUNS[name] += 1

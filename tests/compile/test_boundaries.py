@@ -23,7 +23,7 @@ WEIGHT = torch.nn.Parameter(torch.linspace(-1, 1, 36, dtype=torch.float64).resha
 RUNS: list[str] = []
 
 
-@torch.library.custom_op("torch_remat_tests::noted", mutates_args=())
+@torch.library.custom_op("remat_examples::noted", mutates_args=())
 def noted(x: Tensor, name: str) -> Tensor:
     """``exp`` that notes its runs."""
     RUNS.append(name)

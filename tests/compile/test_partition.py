@@ -18,7 +18,7 @@ import torch_remat as remat
 WEIGHT = torch.nn.Parameter(torch.linspace(-1, 1, 36, dtype=torch.float64).reshape(6, 6))
 
 
-@torch.library.custom_op("torch_remat_tests::triple", mutates_args=())
+@torch.library.custom_op("remat_examples::triple", mutates_args=())
 def triple(x: Tensor) -> Tensor:
     """A kernel that the compiler cannot look into."""
     RUNS.append("triple")
@@ -69,7 +69,7 @@ REGIONS: dict[str, tuple[Callable[[Tensor], Tensor], set[str]]] = {
     "aten": (torch.tanh, {"tanh"}),
     "composite": (lambda t: F.gelu(F.layer_norm(t, [6])) @ WEIGHT, {"native_layer_norm", "gelu", "mm"}),
     "linear": (lambda t: F.linear(t, WEIGHT), {"mm"}),
-    "custom operator": (torch.ops.torch_remat_tests.triple, {"triple"}),
+    "custom operator": (torch.ops.remat_examples.triple, {"triple"}),
     "autograd.Function": (Exponential.apply, {"exp"}),
     "attention": (attention, {"_scaled_dot_product_flash_attention_for_cpu", "tanh"}),
     "in place": (lambda t: t.clone().mul_(2).exp_(), {"exp"}),
@@ -131,7 +131,7 @@ class TestPartition:
         counts = {}
         for recompute in (False, True):
             torch._dynamo.reset()
-            wrapped = remat.region(torch.ops.torch_remat_tests.triple, "r", recompute=recompute)
+            wrapped = remat.region(torch.ops.remat_examples.triple, "r", recompute=recompute)
             call = graphs.compile(checkpointed(lambda t, wrapped=wrapped: wrapped(t.sin()).cos()))
             RUNS.clear()
             call(x).sum().backward()

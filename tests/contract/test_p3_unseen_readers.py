@@ -217,12 +217,12 @@ class TestP3UnseenReaders:
         compare(body, [leaf()], engine=engine)
 
 
-LIBRARY = torch.library.Library("remat_p3_tests", "DEF")
+LIBRARY = torch.library.Library("remat_readers", "DEF")
 LIBRARY.define("twice(Tensor t) -> Tensor")
 LIBRARY.impl("twice", lambda t: t * 2, "CPU")
 
 WITHOUT_RULE: dict[str, Callable[[Tensor], Tensor]] = {
-    "library operation": torch.ops.remat_p3_tests.twice,
+    "library operation": torch.ops.remat_readers.twice,
     "to_sparse": lambda h: h.to_sparse().sum(),
     "quantize": lambda h: torch.quantize_per_tensor(h, 0.1, 0, torch.qint8).dequantize(),
     "nested": lambda h: torch.nested.nested_tensor([h[:2], h[2:]]).to_padded_tensor(0.0).sum(),
