@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import library, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
@@ -23,7 +23,7 @@ pytestmark = [
 ]
 
 
-@torch.library.custom_op("remat_examples::counted_gelu", mutates_args=())
+@library.custom_op("remat_examples::counted_gelu", mutates_args=())
 def counted_gelu(x: torch.Tensor, name: str) -> torch.Tensor:
     """GELU that counts its runs by name."""
     RUNS[name] += 1

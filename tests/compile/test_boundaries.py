@@ -15,7 +15,7 @@ from helpers.alive import gc_off
 from helpers.compare import compare, run_once
 from helpers.compiled import Graphs, Ready, names
 from helpers.events import Hidden
-from torch import Tensor
+from torch import Tensor, library
 
 import torch_remat as remat
 
@@ -23,7 +23,7 @@ WEIGHT = torch.nn.Parameter(torch.linspace(-1, 1, 36, dtype=torch.float64).resha
 RUNS: list[str] = []
 
 
-@torch.library.custom_op("remat_examples::noted", mutates_args=())
+@library.custom_op("remat_examples::noted", mutates_args=())
 def noted(x: Tensor, name: str) -> Tensor:
     """``exp`` that notes its runs."""
     RUNS.append(name)

@@ -11,14 +11,14 @@ import torch.nn.functional as F
 from contract.test_p3_kept_bytes import KEPT
 from helpers.compare import compare, run_once
 from helpers.compiled import Graphs, Ready, names, operations
-from torch import Tensor
+from torch import Tensor, library
 
 import torch_remat as remat
 
 WEIGHT = torch.nn.Parameter(torch.linspace(-1, 1, 36, dtype=torch.float64).reshape(6, 6))
 
 
-@torch.library.custom_op("remat_examples::triple", mutates_args=())
+@library.custom_op("remat_examples::triple", mutates_args=())
 def triple(x: Tensor) -> Tensor:
     """A kernel that the compiler cannot look into."""
     RUNS.append("triple")

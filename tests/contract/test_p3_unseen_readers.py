@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from helpers.alive import StorageTracker
 from helpers.compare import compare, compare_or_refused
 from helpers.engine import EagerEngine
-from torch import Tensor
+from torch import Tensor, library
 from torch.utils.flop_counter import FlopCounterMode
 
 import torch_remat as remat
@@ -217,7 +217,7 @@ class TestP3UnseenReaders:
         compare(body, [leaf()], engine=engine)
 
 
-LIBRARY = torch.library.Library("remat_readers", "DEF")
+LIBRARY = library.Library("remat_readers", "DEF")
 LIBRARY.define("twice(Tensor t) -> Tensor")
 LIBRARY.impl("twice", lambda t: t * 2, "CPU")
 

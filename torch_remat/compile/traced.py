@@ -87,43 +87,40 @@ def _in_eager_checkpoint() -> bool:
 # --- Where the graph breaks
 
 
-@eager_only("this build of torch does not tell torch_remat what is being traced: checkpoints stay out of graphs.")
-def _with_this_build(call: Any, options: Any, function: Any, args: Any, kwargs: Any) -> Any:
-    return call(options, function, args, kwargs)
+def _breaks(reason: str) -> Any:
+    """A function that runs a checkpoint eagerly, outside the graph; with ``fullgraph=True`` Dynamo says ``reason``."""
+
+    def eagerly(call: Any, options: Any, function: Any, args: Any, kwargs: Any) -> Any:
+        return call(options, function, args, kwargs)
+
+    return eager_only(reason)(eagerly)
 
 
-@eager_only(
+_with_this_build = _breaks(
+    "this build of torch does not tell torch_remat what is being traced: checkpoints stay out of graphs."
+)
+
+_with_pair = _breaks(
     "checkpoint(saved_tensors_hooks=...) is not supported inside one graph of torch.compile: the compiler decides what "
     "is saved. To fix: leave the option out, enter remat.saved_tensors_hooks around the compiled function, or compile "
     "without fullgraph=True."
 )
-def _with_pair(call: Any, options: Any, function: Any, args: Any, kwargs: Any) -> Any:
-    return call(options, function, args, kwargs)
 
-
-@eager_only(
+_with_state_hooks = _breaks(
     "checkpoint(recompute_state_hooks=...) with hooks other than remat.GeneratorHook is not supported inside one graph "
     "of torch.compile: the compiler replays operations, not Python. To fix: leave the option out where replayed code "
     "reads no such state, or compile without fullgraph=True."
 )
-def _with_state_hooks(call: Any, options: Any, function: Any, args: Any, kwargs: Any) -> Any:
-    return call(options, function, args, kwargs)
 
-
-@eager_only(
+_with_bitwise_check = _breaks(
     'checkpoint(determinism_check="bitwise") is not supported inside one graph of torch.compile: nothing there is at '
     'hand to compare. To fix: determinism_check="default", or compile without fullgraph=True.'
 )
-def _with_bitwise_check(call: Any, options: Any, function: Any, args: Any, kwargs: Any) -> Any:
-    return call(options, function, args, kwargs)
 
-
-@eager_only(
+_joins_eagerly = _breaks(
     "a torch_remat.checkpoint called by a compiled part of another one that is not compiled. "
     "To fix: compile around the outer checkpoint, or compile without fullgraph=True."
 )
-def _joins_eagerly(call: Any, options: Any, function: Any, args: Any, kwargs: Any) -> Any:
-    return call(options, function, args, kwargs)
 
 
 @eager_only(

@@ -234,7 +234,7 @@ class _Forced(ForwardFrame):
             self.observer = Observer(self.tape)
             self.observer.inputs(self.leaves)
 
-    @eager_only("torch_remat.region in a checkpoint is not supported under torch.compile yet.")
+    @eager_only("a region of a torch_remat.checkpoint that runs eagerly is no part of a graph.")
     def call_region(self, function: Any, name: str, recompute: bool, args: Any, kwargs: Any) -> Any:
         """Run the region under the policy of the run."""
         run = self._run()

@@ -286,7 +286,7 @@ class WatchedForward(ForwardFrame):
             raise RunsCheckpoints
         return super().enter_checkpoint(hooks)
 
-    @eager_only("torch_remat.region in a checkpoint is not supported under torch.compile yet.")
+    @eager_only("a region of a torch_remat.checkpoint that runs eagerly is no part of a graph.")
     def call_region(self, function: Any, name: str, recompute: bool, args: Any, kwargs: Any) -> Any:
         """Run the region, and let the observer know which one recomputed code is in."""
         observer = self._watcher

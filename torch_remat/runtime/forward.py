@@ -132,7 +132,7 @@ class ForwardFrame(Frame):
 
     # --- Regions
 
-    @eager_only("torch_remat.region in a checkpoint is not supported under torch.compile yet.")
+    @eager_only("a region of a torch_remat.checkpoint that runs eagerly is no part of a graph.")
     def call_region(self, function: Any, name: str, recompute: bool, args: Any, kwargs: Any) -> Any:
         """Run one region call and record it."""
         tape = self.tape

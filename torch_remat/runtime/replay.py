@@ -116,7 +116,7 @@ class ReplayFrame(Frame):
 
     # --- Regions (rule 2)
 
-    @eager_only("torch_remat.region in a checkpoint is not supported under torch.compile yet.")
+    @eager_only("a region of a torch_remat.checkpoint that runs eagerly is no part of a graph.")
     def call_region(self, function: Any, name: str, recompute: bool, args: Any, kwargs: Any) -> Any:
         """Run or skip one region call."""
         tape = self.tape
