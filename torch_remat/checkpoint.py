@@ -84,7 +84,8 @@ def checkpoint(
         on_missing: what happens when replay needs an output of a SAVE region that was not kept, because the body does
             not do what it did when it was last looked at: ``"error"`` raises ``PlaceholderError``; ``"rerun"`` starts
             the replay over, runs that region in it, and warns. Such a region must draw no random numbers without a
-            state hook and modify nothing that it did not make; its collectives are issued again. Either way the next
+            state hook, modify nothing that it did not make and find its module and captured tensors as they were; its
+            collectives are issued again. Either way the next
             call is looked at anew. Inside another checkpoint the outer one's choice counts.
 
     Returns:

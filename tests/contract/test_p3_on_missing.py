@@ -119,6 +119,32 @@ class TestP3OnMissing:
                 output.sum().backward()
         assert float(counter) == 1
 
+    @pytest.mark.parametrize("when", ["in the body", "after forward"])
+    def test_p3_on_missing_regions_whose_surroundings_changed_are_not_run_again(
+        self, engine: EagerEngine, x: Tensor, when: str
+    ) -> None:
+        """The region reads a buffer that something has changed meanwhile: its output would be another one."""
+        state = Hidden({"reads": False})
+        mean = torch.ones((), dtype=x.dtype)
+
+        def body(t: Tensor) -> Tensor:
+            output = remat.region(lambda u: u + mean, "reader", recompute=False)(torch.tanh(t))
+            if when == "in the body" and not remat.is_recomputing():
+                mean.add_(1)
+            gate = output if state["reads"] else t
+            return torch.sin(t * 2) * gate.detach().sigmoid() + output
+
+        call = engine.checkpoint(body, on_missing="rerun")
+        call(x).sum().backward()
+        state["reads"] = True
+        output = call(x)
+        if when == "after forward":
+            mean.add_(1)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            with pytest.raises(ModifiedError, match=r"mean, which it may read, was modified"):
+                output.sum().backward()
+
     def test_p3_on_missing_is_validated(self) -> None:
         with pytest.raises(InvalidValueError, match="on_missing should be one of"):
             remat.checkpoint(on_missing="ignore")

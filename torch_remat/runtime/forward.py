@@ -207,6 +207,8 @@ class ForwardFrame(Frame):
         versions = [version_of(leaf) if isinstance(leaf, Tensor) else -1 for leaf in arguments]
         if pair is not None or observer is not None or (step is not None and step.rebuild) or not can_lift:
             saves = RegionSaves(self, record, step, pair, arguments, versions)
+        if self.tape.reruns is not None:
+            record.outside = externals.locate(function, externals.find(function, lambda tensor: True))
         if observer is not None:
             observer.enter_region(record)
         elif step is None:

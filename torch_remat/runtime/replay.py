@@ -439,7 +439,7 @@ def _replay(tape: Tape, unfilled: int) -> None:
         raise
     except BaseException as error:
         _put_back(guard, tape)
-        if isinstance(error, RuntimeError) and "data pointer" in str(error):
+        if isinstance(error, RuntimeError) and "Cannot access data pointer" in str(error):
             registry.forget(tape.key)
             raise placeholder.unseen(_where(tape, frame)) from error
         if not isinstance(error, RematError):

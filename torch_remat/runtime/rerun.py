@@ -2,8 +2,9 @@
 
 A replay that meets a placeholder whose data is needed is given up, and another one starts in which the region that made
 it is run instead of skipped. Its saves are not taken again, and what it returns counts only where nothing was kept. A
-region that draws random numbers which no state hook restores, or that modifies what it did not make, cannot be run
-again: that is an error, as without the option. Collectives in it are issued again.
+region that draws random numbers which no state hook restores, that modifies what it did not make, or whose captured
+tensors and module have changed since, cannot be run again: that is an error, as without the option. Collectives in it
+are issued again.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
-from torch_remat.errors import PlaceholderError, RandomStateError, SavesDriftError, display_name
+from torch_remat.errors import ModifiedError, PlaceholderError, RandomStateError, SavesDriftError, display_name
 from torch_remat.runtime.generators import DrawWatch, covered, random_message
 from torch_remat.runtime.graft import as_result
 from torch_remat.runtime.hooks import pop_hooks, push_hooks
@@ -48,6 +49,14 @@ def rerun(
 
     ``hooks`` are those of the running replay, which do not see what the region saves.
     """
+    for seen in record.outside:
+        name = seen.changed()
+        if name is not None:
+            raise ModifiedError(
+                f"Region {display_name(tape.name, record.name)} cannot be run again for an output that replay needs "
+                f'(on_missing="rerun"): {name}, which it may read, was modified or replaced since it ran.\n'
+                f"To fix: call remat.recompute_needs_tensor on the output, so that it is kept."
+            )
     watch = DrawWatch(functools.partial(_check_draw, tape))
     pop_hooks()
     try:

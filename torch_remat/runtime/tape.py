@@ -193,6 +193,7 @@ class Region:
         "exit_states",
         "name",
         "outputs",
+        "outside",
         "rebuilds",
         "recompute",
         "slots_before",
@@ -206,6 +207,7 @@ class Region:
         self.slots_before = slots_before  # recomputed saves before this call: where replay must stand when it gets here
         self.spec: Any = None
         self.outputs: list[Output] = []
+        self.outside: list[Any] = []  # tensors that the body of a SAVE region finds by itself, where it may run again
         self.changed: list[
             tuple[int, Output]
         ] = []  # leaves of the arguments that the body modified in place, as it left them
