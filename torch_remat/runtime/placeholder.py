@@ -31,6 +31,7 @@ __all__ = [
     "Origin",
     "can_stand_in",
     "inner_tensors",
+    "is_under_way",
     "is_placeholder",
     "make",
     "meta_of",
@@ -187,11 +188,19 @@ def can_stand_in(tensor: Tensor) -> bool:
     return all(can_stand_in(inner) for _, inner in inner_tensors(tensor))
 
 
+def is_under_way(tensor: Tensor) -> bool:
+    """Whether ``tensor`` stands for the result of a functional collective that nobody may have waited for yet."""
+    if type(tensor) is Tensor:
+        return False
+    module = sys.modules.get("torch.distributed._functional_collectives")  # torch may come without distributed
+    return module is not None and type(tensor) is module.AsyncCollectiveTensor
+
+
 def meta_of(tensor: Tensor) -> Meta:
     """The metadata of ``tensor``, which :func:`can_stand_in` accepts."""
     subclass = None
     kind = type(tensor)
-    if kind.__name__ == "AsyncCollectiveTensor":  # in replay nothing is under way
+    if is_under_way(tensor):  # in replay nothing is
         return meta_of(tensor.elem)._replace(requires_grad=tensor.requires_grad)  # type: ignore[attr-defined]
     if kind is not Tensor and kind is not torch.nn.Parameter and kind is not Placeholder:
         names, context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]

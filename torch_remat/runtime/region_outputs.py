@@ -21,7 +21,7 @@ from torch import Tensor
 
 from torch_remat.runtime.hooks import HookPair
 from torch_remat.runtime.observe import private_copy
-from torch_remat.runtime.placeholder import can_stand_in, meta_of
+from torch_remat.runtime.placeholder import can_stand_in, is_under_way, meta_of
 from torch_remat.runtime.plan import Step
 from torch_remat.runtime.region_saves import RegionSaves
 from torch_remat.runtime.tape import Output, OutputKind, Region, version_of
@@ -108,8 +108,8 @@ class SaveOutputs:
         if step is not None and position in step.clone:
             output.data = private_copy(tensor)
             output.cloned = True
-        elif type(tensor).__name__ == "AsyncCollectiveTensor":
-            # What lies in it is plain; whoever uses it first in forward waits. torch may come without distributed.
+        elif is_under_way(tensor):
+            # What lies in it is plain; whoever uses it first in forward waits.
             output.data = tensor.elem.detach()  # type: ignore[attr-defined]
             output.pending = weakref.ref(tensor)
         else:
