@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 from typing import Any
 
@@ -98,6 +99,21 @@ class TestP3OnMissing:
                 with pytest.raises(RandomStateError):
                     torch.autograd.grad(output.sum(), x)
                 assert torch.equal(torch.get_rng_state(), before)
+
+    def test_p3_on_missing_refused_draw_is_undone_beside_an_idle_thread(self, engine: EagerEngine, x: Tensor) -> None:
+        """Where another thread may draw, too, the generator is not set back as a whole; the refused draw is undone."""
+        done = threading.Event()
+        thread = threading.Thread(target=done.wait)
+        thread.start()
+        try:
+            self.test_p3_on_missing_random_numbers(engine, x, ())
+            before = torch.get_rng_state()
+            with pytest.raises(RandomStateError):
+                engine.checkpoint(lambda t: torch.nn.functional.dropout(t, 0.5).exp())(x)
+            assert torch.equal(torch.get_rng_state(), before)
+        finally:
+            done.set()
+            thread.join()
 
     @pytest.mark.parametrize("what", ["buffer", "view of a buffer"])
     def test_p3_on_missing_modifying_regions_are_not_run_again(self, engine: EagerEngine, x: Tensor, what: str) -> None:

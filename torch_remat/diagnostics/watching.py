@@ -195,11 +195,11 @@ class Watching(Observer):
         return result
 
     def _draw(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        result, generator = drawing(func, args, kwargs)
-        if generator is not None:
+        def drawn(generator: torch.Generator) -> None:
             operation = func._schema.name.removeprefix("aten::")
             self._add_draw(operation, user_line(), covered(self._tape.hooks, generator))
-        return result
+
+        return drawing(func, args, kwargs, drawn)
 
     def _check_host_random(self) -> None:
         source = self._host_random.moved()

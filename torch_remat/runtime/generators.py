@@ -7,6 +7,7 @@ observed is watched operation by operation; and every replay compares the defaul
 from __future__ import annotations
 
 import ctypes
+import functools
 import random
 import sys
 import threading
@@ -167,12 +168,19 @@ def covered(hooks: tuple[Any, ...], generator: torch.Generator) -> bool | None:
     return False if all(isinstance(hook, GeneratorHook) for hook in hooks) else None
 
 
-def drawing(func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, torch.Generator | None]:
-    """Run a random operation; its result, and the generator that it moved, if any."""
+def drawing(func: Any, args: Any, kwargs: dict[str, Any], drawn: Callable[[torch.Generator], None]) -> Any:
+    """Run a random operation and call ``drawn`` with the generator that it moved, if any; undone if that raises."""
     own = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Generator)]
     guard = GeneratorGuard(*own)
     result = func(*args, **kwargs)
-    return result, guard.moved()
+    moved = guard.moved()
+    if moved is not None:
+        try:
+            drawn(moved)
+        except BaseException:
+            guard.put_back()
+            raise
+    return result
 
 
 class DrawWatch(TorchDispatchMode):
@@ -193,10 +201,7 @@ class DrawWatch(TorchDispatchMode):
         kwargs = kwargs or {}
         if torch.Tag.nondeterministic_seeded not in getattr(func, "tags", ()):
             return func(*args, **kwargs)
-        result, generator = drawing(func, args, kwargs)
-        if generator is not None:
-            self._on_draw(str(func).removeprefix("aten."), generator)
-        return result
+        return drawing(func, args, kwargs, functools.partial(self._on_draw, str(func).removeprefix("aten.")))
 
 
 class HostRandom:

@@ -313,14 +313,14 @@ class Observer(TorchDispatchMode):
             self._roots.append(node)
 
     def _draw(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        result, generator = drawing(func, args, kwargs)
-        if generator is not None:
+        def drawn(generator: torch.Generator) -> None:
             where = f"{func._schema.name.removeprefix('aten::')} at {user_line()}"
             self.random = self.random or where
             self._own_generators = self._own_generators or not is_default(generator)
             if covered(self._tape.hooks, generator) is False:
                 raise RandomStateError(random_message(self._tape.name, where, generator))
-        return result
+
+        return drawing(func, args, kwargs, drawn)
 
     def _check_host_random(self) -> None:
         """Refuse what recomputed code draws from the generators of Python and numpy, which replay would draw anew."""
