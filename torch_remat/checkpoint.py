@@ -227,6 +227,8 @@ def _register(tape: Tape, outputs: list[Any]) -> None:
             if node is not None and node not in nodes and node._sequence_nr() >= tape.first_sequence_nr:
                 nodes.append(node)
                 node.register_prehook(Trigger(tape))
+    if events.graph_made.listeners:
+        events.graph_made(tape, nodes)
 
 
 def _take_inputs(tape: Tape, args: tuple[Any, ...], kwargs: dict[str, Any], pair: HookPair | None) -> list[Any]:

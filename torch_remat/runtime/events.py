@@ -11,6 +11,7 @@ __all__ = [
     "backward_reached",
     "body_learned",
     "forward_ended",
+    "graph_made",
     "output_reached",
     "region_called",
     "region_started",
@@ -60,6 +61,9 @@ region_started = Event()
 """``(tape, record)``: a region call starts in forward."""
 body_learned = Event()
 """``(tape, plan)``: forward was observed and has ended; ``plan`` is what was learned. Before :data:`forward_ended`."""
+graph_made = Event()
+"""``(tape, nodes)``: the body has returned, and backward will enter its graph through ``nodes``, those of its outputs.
+Before :data:`forward_ended`; not where the body has no region and leaves nothing to replay."""
 forward_ended = Event()
 """``(tape,)``: the body has returned, and what the checkpoint keeps is settled."""
 output_reached = Event()
