@@ -140,13 +140,12 @@ def lifetimes(run: str, device: torch.device, mesh: DeviceMesh, **options) -> li
     return seen
 
 
-@pytest.mark.parametrize("nested", [False, True])
-@pytest.mark.parametrize("reshard", [False, True])
-def test_p6_gathered_weights_live_no_longer(nested, reshard, device, mesh):
-    expected = lifetimes("none", device, mesh, nested=nested, reshard=reshard)
+@pytest.mark.parametrize(("nested", "reshard", "inside"), list(itertools.product([False, True], repeat=3)))
+def test_p6_gathered_weights_live_no_longer(nested, reshard, inside, device, mesh):
+    expected = lifetimes("none", device, mesh, nested=nested, reshard=reshard, inside=inside)
     assert len(expected) == BLOCKS
     for run in OURS:
-        got = lifetimes(run, device, mesh, nested=nested, reshard=reshard)
+        got = lifetimes(run, device, mesh, nested=nested, reshard=reshard, inside=inside)
         for (where, *units), (there, *ours) in zip(expected, got, strict=True):
             assert where == there
             assert set(ours) <= set(units), f"{run}, {where}: {sorted(set(ours) - set(units))} still gathered"
@@ -164,26 +163,82 @@ def test_p2_a_save_region_around_a_unit_gathers_it_for_its_backward_only(device,
     )
 
 
-@pytest.mark.parametrize("run", OURS)
-@pytest.mark.parametrize("nested", [False, True])
-def test_p1_mixed_precision(run, nested, device, mesh):
-    precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    expected = fsdp2("none", device, mesh, nested=nested, precision=precision)
-    model = build(run, device, mesh, nested=nested, precision=precision)
-    got = measured(model.annotated, step_of(model, device))
-    assert_same_bits(expected.numbers, got.numbers)
-    assert got.counts() == expected.counts()
-    for block in model.units():
-        assert block.dtypes == [torch.bfloat16] * 4, "the same in both passes of both steps"
+BFLOAT16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+FLOAT32_OUT = MixedPrecisionPolicy(torch.bfloat16, torch.float32, output_dtype=torch.float32)
 
 
-@pytest.mark.parametrize("run", OURS)
-def test_p1_parameters_offloaded_to_the_cpu(run, device, mesh):
+@pytest.mark.parametrize("precision", [BFLOAT16, FLOAT32_OUT], ids=["bfloat16", "float32 out"])
+@pytest.mark.parametrize(("nested", "inside"), list(itertools.product([False, True], repeat=2)))
+def test_p1_mixed_precision(nested, inside, precision, device, mesh):
+    options = {"nested": nested, "inside": inside, "precision": precision}
+    expected = fsdp2("none", device, mesh, **options)
+    # A nested unit hands out what its own policy says, and that is what the block's body sees.
+    seen = torch.float32 if nested and precision is FLOAT32_OUT else torch.bfloat16
+    for run in OURS:
+        model = build(run, device, mesh, **options)
+        got = measured(model.annotated, step_of(model, device))
+        assert_same_bits(expected.numbers, got.numbers, what=run)
+        assert got.counts() == expected.counts()
+        for block in model.units():
+            assert block.dtypes == [seen] * 4, "the same in both passes of both steps"
+
+
+@pytest.mark.parametrize("precision", [None, BFLOAT16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(("reshard", "inside"), list(itertools.product([False, True], repeat=2)))
+def test_p1_parameters_offloaded_to_the_cpu(reshard, inside, precision, device, mesh):
     offload = CPUOffloadPolicy(pin_memory=device.type == "cuda")
-    expected = fsdp2("none", device, mesh, offload=offload)
-    got = fsdp2(run, device, mesh, offload=offload)
-    assert_same_bits(expected.numbers, got.numbers)
-    assert got.counts() == expected.counts()
+    options = {"reshard": reshard, "inside": inside, "precision": precision, "offload": offload}
+    expected = fsdp2("none", device, mesh, **options)
+    for run in OURS:
+        got = fsdp2(run, device, mesh, **options)
+        assert_same_bits(expected.numbers, got.numbers, what=run)
+        assert got.counts() == expected.counts()
+
+
+def several_backwards(model: Model, device: torch.device, how: str):
+    """A step that is more than one forward and one backward."""
+    if how == "prefetched":
+        for one, other in itertools.pairwise(model.units()):
+            assert isinstance(one, FSDPModule)
+            assert isinstance(other, FSDPModule)
+            one.set_modules_to_forward_prefetch([other])
+            other.set_modules_to_backward_prefetch([one])
+
+    def step() -> tuple[Tensor, dict[str, Tensor | None]]:
+        assert isinstance(model, FSDPModule)
+        model.zero_grad()
+        if how.startswith("accumulated"):
+            model.set_requires_gradient_sync(False)
+            model.set_reshard_after_backward(how != "accumulated, gathered meanwhile")
+            model(2 * data(device)).square().mean().backward()
+            model.set_requires_gradient_sync(True)
+            model.set_reshard_after_backward(True)
+        loss = model(data(device)).square().mean()
+        if how == "two forwards":
+            loss = loss + model(3 * data(device)).square().mean()
+        if how == "the same graph twice":
+            loss.backward(retain_graph=True)
+        loss.backward()
+        return loss.detach(), gradients(model)
+
+    return step
+
+
+WAYS = ("accumulated", "accumulated, gathered meanwhile", "prefetched", "two forwards", "the same graph twice")
+
+
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("how", WAYS)
+def test_p6_steps_of_several_forwards_and_backwards(how, inside, device, mesh):
+    def run_of(run: str) -> Measured:
+        model = build(run, device, mesh, nested=True, inside=inside)
+        return measured(model.annotated, several_backwards(model, device, how))
+
+    expected = run_of("none")
+    for run in OURS:
+        got = run_of(run)
+        assert_same_bits(expected.numbers, got.numbers, what=run)
+        assert got.counts() == expected.counts(), run
 
 
 CASES = {

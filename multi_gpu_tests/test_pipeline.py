@@ -79,8 +79,8 @@ def loss_of(output: Tensor, target: Tensor) -> Tensor:
     return (output - target).square().mean()
 
 
-def data() -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(11)
+def data(seed: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
     x, target = (torch.randn(BATCH, DIM, generator=generator, dtype=torch.float64) for _ in range(2))
     return x, target
 
@@ -92,6 +92,9 @@ def make(annotated: Annotated, index: int, device: torch.device) -> Stage:
 
 class Pipeline:
     """A schedule over the stages of this rank."""
+
+    seed = 11
+    """Of the batch; with data parallelism each rank has its own."""
 
     def __init__(self, run: str, name: str, device: torch.device, group: Any = None) -> None:
         kind, layout = SCHEDULES[name]
@@ -114,7 +117,7 @@ class Pipeline:
 
     def step(self) -> tuple[Tensor | None, dict[str, Tensor | None]]:
         """One step; the losses on the rank of the last stage, and the gradients of this rank's stages."""
-        x, target = (tensor.to(self.device) for tensor in data())
+        x, target = (tensor.to(self.device) for tensor in data(self.seed))
         for module in self.modules.values():
             module.zero_grad()
             module.rebuilt.clear()
@@ -143,11 +146,11 @@ def pipeline(run: str, device: torch.device, name: str) -> tuple[Measured, Pipel
     return result, made
 
 
-def eager(device: torch.device, stages: int) -> tuple[Tensor, dict[str, Tensor | None]]:
+def eager(device: torch.device, stages: int, seed: int = Pipeline.seed) -> tuple[Tensor, dict[str, Tensor | None]]:
     """The same model in one process, microbatch by microbatch."""
     annotated = Annotated("none")
     model = nn.ModuleList(make(annotated, index, device) for index in range(stages))
-    x, target = (tensor.to(device) for tensor in data())
+    x, target = (tensor.to(device) for tensor in data(seed))
     losses = []
     for part, wanted in zip(x.chunk(MICROBATCHES), target.chunk(MICROBATCHES), strict=True):
         for stage in model:
@@ -223,7 +226,7 @@ class Empty(nn.Module):
 @pytest.mark.parametrize("run", OURS)
 def test_p4_a_stage_without_blocks(run, device):
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    x, target = (tensor.to(device) for tensor in data())
+    x, target = (tensor.to(device) for tensor in data(Pipeline.seed))
 
     def step(run: str) -> list[Tensor | None]:
         annotated = Annotated(run)

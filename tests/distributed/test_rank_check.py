@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -40,20 +41,20 @@ class AllReduce(torch.autograd.Function):
         return grad
 
 
-def block(save: bool, name: str = "reduce"):
+def block(save: bool, name: str = "reduce", collective: bool = True):
     def body(x: Tensor) -> Tensor:
-        h = remat.region(AllReduce.apply, name, recompute=not save)(torch.tanh(x))
+        h = remat.region(AllReduce.apply if collective else torch.sin, name, recompute=not save)(torch.tanh(x))
         return torch.exp(h.sin() * 0.1)
 
     return body
 
 
-def step(names_and_policies, x: Tensor | None = None) -> Tensor:
+def step(names_and_policies, collective: bool = True) -> Tensor:
     """Forward through the blocks, then backward; the gradient."""
-    leaf = (torch.linspace(-1, 1, 8) if x is None else x).requires_grad_()
+    leaf = torch.linspace(-1, 1, 8).requires_grad_()
     h = leaf
     for name, save in names_and_policies:
-        h = remat.checkpoint(region_name=name)(block(save))(h)
+        h = remat.checkpoint(region_name=name)(block(save, collective=collective))(h)
     h.sum().backward()
     assert leaf.grad is not None
     return leaf.grad
@@ -93,6 +94,68 @@ def differ_of_four(rank: int) -> Tensor:
 def test_p6_the_error_names_all_ranks_of_both_sides():
     outcomes = run_ranks(differ_of_four, 4)
     mismatch_everywhere(outcomes, r"layers\.0::reduce: SAVE on ranks 0-1, 3, RECOMPUTE on rank 2 \(this is rank \d\)")
+
+
+def differ_in_the_third(rank: int, blocks_of_rank_one: int) -> Tensor:
+    own = blocks_of_rank_one if rank else 4
+    return step([(f"layers.{index}", index != 2 or rank == 0) for index in range(own)], blocks_of_rank_one == 4)
+
+
+@pytest.mark.parametrize("blocks_of_rank_one", [4, 3])
+def test_p6_one_block_of_several_differs(blocks_of_rank_one):
+    """Also where the ranks have different numbers of blocks: what both have is compared."""
+    outcomes = run_ranks(differ_in_the_third, 2, blocks_of_rank_one)
+    mismatch_everywhere(outcomes, "region layers.2::reduce: SAVE on rank 0, RECOMPUTE on rank 1 ", within=15)
+
+
+def after_an_evaluation(rank: int) -> Tensor:
+    """Rank 1 evaluates first, without a graph: no block of that counts."""
+    policies = [("layers.0", True), ("layers.1", rank == 0)]
+    if rank:
+        with torch.no_grad():
+            remat.checkpoint(region_name="layers.1")(block(True, collective=False))(torch.ones(3))
+    return step(policies)
+
+
+def test_p6_a_rank_that_evaluates_first():
+    mismatch_everywhere(run_ranks(after_an_evaluation, 2), "layers.1::reduce: SAVE on rank 0, RECOMPUTE on rank 1")
+
+
+def a_block_that_comes_later(rank: int) -> Tensor:
+    for _ in range(2):
+        step([("layers.0", True)])
+    return step([("layers.0", True), ("extra", rank == 0)])
+
+
+def test_p6_a_block_that_first_runs_in_a_later_step():
+    mismatch_everywhere(run_ranks(a_block_that_comes_later, 2), "extra::reduce: SAVE on rank 0, RECOMPUTE on rank 1")
+
+
+def backward_elsewhere(rank: int, way: str) -> None:
+    x = torch.ones(4, requires_grad=True)
+    y = remat.checkpoint(region_name="layers.0")(block(rank == 0))(x).sum()
+    if way == "without multithreading":
+        with torch.autograd.set_multithreading_enabled(False):
+            y.backward()
+        return
+    failed: list[BaseException] = []
+
+    def backward() -> None:
+        try:
+            y.backward()
+        except RankPolicyError as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=backward)
+    thread.start()
+    thread.join()
+    raise failed[0]
+
+
+@pytest.mark.parametrize("way", ["in a thread", "without multithreading"])
+def test_p6_backward_in_other_threads(way):
+    outcomes = run_ranks(backward_elsewhere, 2, way)
+    mismatch_everywhere(outcomes, "layers.0::reduce: SAVE on rank 0, RECOMPUTE on rank 1")
 
 
 def without_collectives(rank: int) -> Tensor:
