@@ -20,7 +20,7 @@ from torch_remat.runtime.backward import Trigger
 from torch_remat.runtime.observe import storage_keys
 from torch_remat.runtime.tape import Kept, Packed, Slot, Spans, Tape
 
-__all__ = ["Live", "NodeSaves", "Save", "discover_autograd_roots", "find_live", "nodes_of", "walk"]
+__all__ = ["Live", "NodeSaves", "Save", "discover_autograd_roots", "find_live", "nodes_of", "saves_of", "walk"]
 
 _RAW = "_raw_saved_"
 _FAKE = ("FakeTensor", "FunctionalTensor")
@@ -117,7 +117,7 @@ def walk(roots: Iterable[Any]) -> list[NodeSaves]:
         if node in seen:
             continue
         seen.add(node)
-        found.append(NodeSaves(node._sequence_nr(), node.name(), tuple(_saves(node))))
+        found.append(NodeSaves(node._sequence_nr(), node.name(), tuple(saves_of(node))))
         pending.extend(edge for edge, _ in node.next_functions if edge is not None and edge not in seen)
     return sorted(found, key=lambda one: one.number)
 
@@ -147,7 +147,8 @@ def _is_node(kind: type) -> bool:
     )
 
 
-def _saves(node: Any) -> Iterator[Save]:
+def saves_of(node: Any) -> Iterator[Save]:
+    """What ``node`` saves, as long as it has not run."""
     for attribute in _attributes(node):
         try:
             saved = getattr(node, attribute)
