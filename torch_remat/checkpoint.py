@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from torch_remat.compile.trace import unguarded
 from torch_remat.compile.traced import traced_checkpoint
 from torch_remat.errors import InvalidTypeError, InvalidValueError, UnsupportedError
 from torch_remat.runtime import events
@@ -106,6 +107,8 @@ def checkpoint(
             f"checkpoint() takes 0 positional arguments, its options are keywords; got {type(args[0]).__name__}. "
             f'To fix: checkpoint(region_name="...")(fn)(*args), or @checkpoint() with parentheses.'
         )
+    if tracing():
+        region_name = unguarded("region_name") or region_name
     if region_name is not None and not isinstance(region_name, str):
         raise InvalidTypeError(f"checkpoint expects region_name to be a str or None, got {region_name!r}.")
     if region_name == "":

@@ -8,7 +8,7 @@ from typing import Any, Generic, ParamSpec, TypeVar
 
 from torch import Tensor
 
-from torch_remat.compile.trace import enter_scope, leave_scope
+from torch_remat.compile.trace import enter_scope, leave_scope, unguarded
 from torch_remat.compile.traced import traced_region
 from torch_remat.errors import InvalidTypeError, InvalidValueError, UsageError
 from torch_remat.runtime.dynamo import tracing
@@ -31,7 +31,8 @@ class Region(Generic[P, R]):
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Run the function as a region."""
         if tracing():
-            return traced_region(self.__wrapped__, self._name, self._recompute, args, kwargs)
+            name = unguarded("self", "_name") or self._name
+            return traced_region(self.__wrapped__, name, self._recompute, args, kwargs)
         frame = current_frame.get()
         if frame is None or frame.inert:
             return self.__wrapped__(*args, **kwargs)
@@ -79,6 +80,8 @@ def region(function: Callable[P, R], name: str, *, recompute: bool) -> Region[P,
     """
     if not tracing() and not callable(function):  # Dynamo cannot tell, of SomeFunction.apply for one
         raise UsageError(f"region expects a function as its first argument, got {type(function).__name__}.")
+    if tracing():
+        name = unguarded("name") or name
     if not name:
         raise InvalidValueError(
             "a region name must be non-empty. To fix: name the call, for example by its module path."

@@ -18,6 +18,7 @@ from helpers.events import Hidden
 from torch import Tensor, library
 
 import torch_remat as remat
+from torch_remat.errors import InvalidTypeError, InvalidValueError
 
 WEIGHT = torch.nn.Parameter(torch.linspace(-1, 1, 36, dtype=torch.float64).reshape(6, 6))
 RUNS: list[str] = []
@@ -272,8 +273,51 @@ class TestGraphBreaks:
         torch.testing.assert_close(x.grad, expected, rtol=0, atol=0)
 
 
+class Named(torch.nn.Module):
+    """A block that has its names from where it stands in the model."""
+
+    def __init__(self, index: int, where: str) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(6, 6).double()
+        self.name, self.region_name = f"layers.{index}", f"linear.{index}"
+        if where == "made before":
+            self.region = remat.region(self.linear, self.region_name, recompute=False)
+            self.run = remat.checkpoint(region_name=self.name)(self.body)
+
+    def forward(self, t: Tensor) -> Tensor:
+        if hasattr(self, "run"):
+            return self.run(t)
+        return remat.checkpoint(region_name=self.name)(self.body)(t)
+
+    def body(self, t: Tensor) -> Tensor:
+        linear = getattr(self, "region", None) or remat.region(self.linear, self.region_name, recompute=False)
+        return t + linear(torch.tanh(t)).sin()
+
+
 class TestRecompilation:
     """Dynamo compiles again where shapes or policies change, and nowhere else."""
+
+    @pytest.mark.parametrize("where", ["made in forward", "made before"])
+    def test_blocks_that_differ_by_name_only(self, graphs: Graphs, x: Tensor, where: str) -> None:
+        """Blocks compiled one by one: one graph serves them all, beyond Dynamo's limit of eight for one function."""
+        model = torch.nn.Sequential(*(Named(index, where) for index in range(10)))
+        plain = [one for block in model for one in (block.linear.weight, block.linear.bias)]
+        expected = torch.autograd.grad(model(x).sum(), [x, *plain])
+        for one in model:
+            one.compile(backend=graphs.backend, fullgraph=True)
+        got = torch.autograd.grad(model(x).sum(), [x, *plain])
+        assert all(torch.equal(*pair) for pair in zip(got, expected, strict=True))
+        assert len(graphs.forward) == 1
+        assert "tanh" in graphs.recomputed
+        assert names(graphs.forward).count("addmm") == 1
+        assert "addmm" not in names(graphs.backward)
+
+    def test_names_are_checked_though_nothing_depends_on_them(self, x: Tensor) -> None:
+        for attribute, value in (("name", ""), ("region_name", ""), ("region_name", 3), ("name", 3)):
+            block = Named(0, "made in forward")
+            setattr(block, attribute, value)
+            with pytest.raises((InvalidValueError, InvalidTypeError)):
+                torch.compile(block, backend="aot_eager")(x)
 
     def test_lengths(self, graphs: Graphs) -> None:
         call = graphs.compile(lambda t: remat.checkpoint(region_name="b")(block)(t))

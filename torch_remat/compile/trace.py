@@ -7,6 +7,7 @@ thread to trace one function and is gone with it.
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -30,6 +31,7 @@ __all__ = [
     "leave_save",
     "leave_scope",
     "one_graph",
+    "unguarded",
     "while_tracing",
 ]
 
@@ -95,6 +97,34 @@ def _checkpoint() -> _Traced | None:
 
 def _qualified(name: str) -> str:
     return qualified("/".join([scope for state in _chain() for scope in state.scopes] + [name]))
+
+
+@while_tracing
+def unguarded(variable: str, attribute: str | None = None) -> str | None:
+    """The string in a variable of the traced function that calls this, or in an attribute of it; None for others.
+
+    Dynamo does not learn that the graph depends on it. Blocks that differ by name only share what is compiled, which
+    carries the names of the first one.
+    """
+    try:
+        value = _caller().symbolic_locals[variable]
+        value = value.unwrap() if hasattr(type(value), "unwrap") else value
+        if attribute is None:
+            found = value.peek_value() if hasattr(type(value), "peek_value") else value.as_python_constant()
+        else:
+            held = value.peek_value() if hasattr(type(value), "peek_value") else value.value
+            found = getattr(held, attribute, None)
+    except Exception:  # noqa: BLE001 - whatever a build of torch says there: Dynamo reads the variable itself
+        return None
+    return found if type(found) is str else None
+
+
+def _caller() -> Any:
+    """Dynamo's object for the function that it is in, which may be inlined."""
+    frame = sys._getframe(2)
+    while "tx" not in frame.f_locals:
+        frame = frame.f_back
+    return frame.f_locals["tx"]
 
 
 @while_tracing

@@ -26,6 +26,7 @@ __all__ = ["traced_checkpoint", "traced_region"]
 def traced_checkpoint(call: Any, options: Any, function: Any, args: Any, kwargs: Any) -> Any:
     """A call of a checkpoint in code that is traced; ``call`` is what runs one eagerly."""
     where = trace.around()
+    name = trace.unguarded("options", "name") or options.name
     if where in (trace.NOWHERE, trace.UNKNOWN) and _in_eager_checkpoint():
         inline = trace.one_graph()
         return function(*args, **kwargs) if inline else _joins_eagerly(call, options, function, args, kwargs)
@@ -41,7 +42,7 @@ def traced_checkpoint(call: Any, options: Any, function: Any, args: Any, kwargs:
         if not isinstance(hook, GeneratorHook):
             return _with_state_hooks(call, options, function, args, kwargs)
     if where == trace.RECOMPUTED:
-        scope = trace.enter_scope(trace.inner_name(options.name))
+        scope = trace.enter_scope(trace.inner_name(name))
         try:
             return function(*args, **kwargs)
         finally:
@@ -50,7 +51,7 @@ def traced_checkpoint(call: Any, options: Any, function: Any, args: Any, kwargs:
         return function(*args, **kwargs)
 
     def body() -> Any:
-        trace.begin(options.name)
+        trace.begin(name)
         return function(*args, **kwargs)
 
     return torch_checkpoint(body, use_reentrant=False, context_fn=contexts)
