@@ -1,0 +1,135 @@
+"""From the samples of all ranks to the lines of the charts: plain functions of plain values.
+
+Up to `MOST_LINES` ranks each has a line in every chart. Above, a chart has the worst `WORST` ranks, and for all of them
+smallest, mean and largest value. The worst rank is the one that is nearest to running out of memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from torch_remat_tensorboard.sample import Sample
+
+__all__ = ["METRICS", "MOST_LINES", "ROOT", "WORST", "Metric", "metrics_of", "scalars", "worst_first"]
+
+ROOT = "remat"
+"""All tags begin with this."""
+
+MOST_LINES = 32
+"""The most ranks that are shown one by one."""
+
+WORST = 4
+"""How many of the worst ranks are shown where there are more."""
+
+_GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One figure of a sample, as charts show it.
+
+    Attributes:
+        name: part of its tags; ends in its unit.
+        title: of its charts.
+        value: of a sample; None where the rank has no such figure.
+    """
+
+    name: str
+    title: str
+    value: Callable[[Sample], float | None]
+
+
+def _size(name: str, title: str, size: Callable[[Sample], int | None]) -> tuple[Metric, Metric]:
+    """A number of bytes in GiB, and beside it as a share of the capacity."""
+
+    def gib(sample: Sample) -> float | None:
+        found = size(sample)
+        return None if found is None else found / _GIB
+
+    return (
+        Metric(f"{name}_gib", f"{title}, GiB", gib),
+        Metric(f"{name}_percent", f"{title}, % of capacity", lambda sample: sample.percent(size(sample))),
+    )
+
+
+METRICS: tuple[Metric, ...] = (
+    *_size("kept", "Kept by checkpoints after forward", lambda sample: sample.kept_bytes),
+    *_size("rebuilt", "Rebuilt at the peak of replay", lambda sample: sample.rebuilt_bytes),
+    *_size("allocated", "Allocated on the device, peak", lambda sample: sample.allocated_bytes),
+    *_size("reserved", "Reserved by the allocator", lambda sample: sample.reserved_bytes),
+    *_size("resident", "Resident set of the process", lambda sample: sample.resident_bytes),
+    *_size("offloaded", "Packed by hooks, offloaded", lambda sample: sample.offloaded_bytes),
+    Metric("replay_ms", "Replay, ms per step", lambda sample: 1e3 * sample.replay_seconds),
+    Metric(
+        "replay_percent",
+        "Replay, % of the step",
+        lambda sample: 100 * sample.replay_seconds / sample.seconds if sample.seconds else 0.0,
+    ),
+    Metric("replays", "Replays", lambda sample: sample.replays),
+    Metric("step_ms", "Step, ms", lambda sample: 1e3 * sample.seconds),
+    Metric("retries", "Allocator retries", lambda sample: sample.retries),
+    Metric("out_of_memory", "Out-of-memory events", lambda sample: sample.out_of_memory),
+)
+"""Every figure, in the order of the charts."""
+
+
+def metrics_of(samples: Sequence[Sample]) -> list[Metric]:
+    """The metrics that some rank has a figure for."""
+    return [metric for metric in METRICS if any(metric.value(sample) is not None for sample in samples)]
+
+
+def worst_first(samples: Sequence[Sample]) -> list[Sample]:
+    """The ranks, the one nearest to running out of memory first.
+
+    By the allocator's peak as a share of the device; on the CPU, whose resident set is mostly other things, by what
+    checkpoints keep and replays rebuild.
+    """
+
+    def pressure(sample: Sample) -> float:
+        if sample.allocated_bytes is not None:
+            return sample.percent(sample.allocated_bytes) or 0.0
+        return sample.kept_bytes + sample.rebuilt_bytes
+
+    return sorted(samples, key=lambda sample: (-pressure(sample), sample.rank))
+
+
+def scalars(samples: Sequence[Sample]) -> dict[str, float]:
+    """The points of one step, by tag."""
+    worst = worst_first(samples)
+    lines = _lines(samples, worst)
+    stages: dict[int, list[Sample]] = {}
+    for sample in samples:
+        if sample.stage is not None:
+            stages.setdefault(sample.stage, []).append(sample)
+    points: dict[str, float] = {f"{ROOT}/worst_rank": worst[0].rank}
+    for metric in metrics_of(samples):
+        for name, sample in lines.items():
+            _put(points, f"{ROOT}/{metric.name}/{name}", metric.value(sample))
+        values = [value for sample in samples if (value := metric.value(sample)) is not None]
+        if len(samples) > 1:
+            points[f"{ROOT}/{metric.name}/min"] = min(values)
+            points[f"{ROOT}/{metric.name}/mean"] = sum(values) / len(values)
+            points[f"{ROOT}/{metric.name}/max"] = max(values)
+        for stage, members in sorted(stages.items()):
+            found = [value for sample in members if (value := metric.value(sample)) is not None]
+            _put(points, f"{ROOT}/{metric.name}/stage_{stage}", max(found, default=None))
+    regions: dict[str, int] = {}
+    for sample in samples:
+        for label, size in sample.regions:
+            regions[label] = max(size, regions.get(label, 0))
+    points.update({f"{ROOT}/region_gib/{label}": size / _GIB for label, size in regions.items()})
+    return points
+
+
+def _lines(samples: Sequence[Sample], worst: Sequence[Sample]) -> dict[str, Sample]:
+    """The ranks that have a line of their own, by its name."""
+    if len(samples) <= MOST_LINES:
+        width = len(str(len(samples) - 1))
+        return {f"rank_{sample.rank:0{width}d}": sample for sample in samples}
+    return {f"worst_{place}": sample for place, sample in enumerate(worst[:WORST], 1)}
+
+
+def _put(points: dict[str, float], tag: str, value: float | None) -> None:
+    if value is not None:
+        points[tag] = value
