@@ -4,7 +4,7 @@
     python scripts/bench_distributed.py --write    put it into docs/distributed.md, too
 
 The models and the steps are those of `multi_gpu_tests/`, which assert the same counts and equal numbers. Over
-gloo on the CPU, in two `torchrun` launches (two ranks, four ranks); counts do not depend on the machine.
+gloo on the CPU, in three `torchrun` launches (two, four, eight ranks); counts do not depend on the machine.
 """
 
 from __future__ import annotations
@@ -35,7 +35,10 @@ SETS: dict[int, tuple[str, ...]] = {
         "test_pipeline",
     ),
     4: ("test_mixed",),
+    8: ("test_three_at_once",),
 }
+DIMENSIONS = {2: ("inner",), 4: ("outer", "inner"), 8: ("outer", "data", "tensor")}
+"""Names of the dimensions of the mesh that the cases get, two ranks each."""
 RUNS = ("none", "torch", "full", "regions")
 HEADINGS = ("no checkpointing", "`torch.utils.checkpoint`", "ours, nothing saved", "ours, regions")
 SHORT = {
@@ -89,8 +92,8 @@ def work(result: Path) -> int:
 
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     ranks, device = dist.get_world_size(), torch.device("cpu")
-    shape = (ranks,) if ranks == 2 else (2, 2)
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("outer", "inner")[-len(shape) :])
+    names = DIMENSIONS[ranks]
+    mesh = init_device_mesh("cpu", (2,) * len(names), mesh_dim_names=names)
     found: dict[str, dict[str, Any]] = {}
     for name in SETS[ranks]:
         for title, case in importlib.import_module(name).CASES.items():

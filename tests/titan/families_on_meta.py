@@ -1,6 +1,6 @@
 """Run by `test_titan_families.py` in a process of its own: every model family of the installed torchtitan, on meta.
 
-Prints JSON: family -> the region names of each block, and what presets and a router save.
+Prints JSON: family -> the region names of each block, and what presets and a router save; and what each recipe does.
 """
 
 import importlib
@@ -8,7 +8,9 @@ import json
 import sys
 from dataclasses import asdict
 from importlib.metadata import version
-from unittest.mock import MagicMock
+from pathlib import Path
+
+from stand_ins import stand_in_for_missing_packages
 
 from torch_remat_titan.cpu import prepare_cpu_host
 
@@ -40,27 +42,6 @@ FAMILIES_0_3 = {
     "flux": "flux_debugmodel",
     "muse_glimmer": "muse_glimmer_debugmodel",
 }
-KERNELS = ("fla", "safetensors", "torchvision", "transformers")
-"""Packages of kernels, images and text encoders that some families import and no meta model calls."""
-
-
-def stand_in_for_missing_packages():
-    class Finder:
-        def find_spec(self, name, path=None, target=None):
-            if name.partition(".")[0] not in missing:
-                return None
-            return importlib.machinery.ModuleSpec(name, self, is_package=True)
-
-        def create_module(self, spec):
-            module = MagicMock(name=spec.name)
-            module.__spec__, module.__path__ = spec, []
-            return module
-
-        def exec_module(self, module):
-            pass
-
-    missing = [name for name in KERNELS if importlib.util.find_spec(name) is None]
-    sys.meta_path.append(Finder())
 
 
 def build_0_2(family):
@@ -97,8 +78,44 @@ def moe(model):
     return any(name.endswith(".moe") for name, _ in model.named_modules())
 
 
+def recipes_0_2():
+    """Each TOML file with the model it is for."""
+    config = importlib.import_module("torchtitan.config")
+    ours = importlib.import_module("torch_remat_titan.job_config")
+    specs = importlib.import_module("torchtitan.protocols.train_spec")
+    manager = config.ConfigManager(config.ConfigManager._merge_configs(config.JobConfig, ours.JobConfig))
+    for path in sorted((Path(__file__).resolve().parents[2] / "scripts" / "titan_configs").glob("*.toml")):
+        parsed = manager.parse_args(["--job.config_file", str(path)])
+        assert parsed.activation_checkpoint.mode == "remat"
+        assert parsed.job.custom_config_module == "torch_remat_titan.job_config"
+        spec = specs.get_train_spec(parsed.model.name)
+        arguments = spec.model_args[parsed.model.flavor]
+        arguments.update_from_config(parsed)
+        yield path.stem, lambda spec=spec, arguments=arguments: spec.model_cls(arguments), parsed.activation_checkpoint
+
+
+def recipes_0_3():
+    """Each configuration with its model."""
+    module = importlib.import_module("torch_remat_titan.recipes")
+    for name, recipe in vars(module).items():
+        if name.endswith("_remat") and name != "with_remat":
+            config = recipe()
+            yield name, config.model_spec.model.build, config.activation_checkpoint
+
+
+def what_recipes_do(recipes):
+    found = {}
+    for name, build, section in recipes:
+        with torch.device("meta"):
+            model = build()
+        options = RematOptions.collect(section)
+        check_options(model, options, frozenset())
+        found[name] = [asdict(block) for block in apply_options(model, options, frozenset()).blocks]
+    return found
+
+
 def main():
-    stand_in_for_missing_packages()
+    stand_in_for_missing_packages("fla", "safetensors", "torchvision", "transformers")
     old = version("torchtitan").startswith("0.2")
     families, build = (FAMILIES_0_2, build_0_2) if old else (FAMILIES_0_3, build_0_3)
     found = {}
@@ -107,6 +124,7 @@ def main():
             found[family] = facts(build, family)
         except Exception as error:  # noqa: BLE001 - reported for the family, the others go on
             found[family] = {"error": f"{type(error).__name__}: {error}"}
+    found["recipes"] = what_recipes_do(recipes_0_2() if old else recipes_0_3())
     json.dump(found, sys.stdout)
 
 

@@ -60,3 +60,31 @@ def test_a_family(families, family):
         assert len(with_experts) >= 3
     else:
         assert saved(found["none"]) == set()
+
+
+RECIPES = {
+    "0.2": {"llama3_debug": 6, "llama3_8b": 32},
+    "0.3": {
+        "llama3_debugmodel_remat": 6,
+        "llama3_8b_remat": 32,
+        "deepseek_v3_debugmodel_remat": 6,
+        "qwen3_debugmodel_remat": 8,
+    },
+}
+
+
+def test_the_recipes_are_all_looked_at(families):
+    assert set(families["recipes"]) == set(RECIPES[SERIES])
+
+
+@pytest.mark.parametrize("recipe", RECIPES.get(SERIES or "", {}))
+def test_a_recipe(families, recipe):
+    """It finds its regions in the model that it is for, the large ones included, and saves something in every block."""
+    blocks = families["recipes"][recipe]
+    assert len(blocks) == RECIPES[SERIES][recipe]
+    off = [block["name"] for block in blocks if not block["checkpoint"]]
+    assert off == (["layers.31"] if "8b" in recipe else [])
+    for block in blocks:
+        if block["checkpoint"]:
+            assert {"attention.inner_attention", "attention.wo"} <= set(block["save"])
+            assert any(name.startswith(("feed_forward", "moe.")) for name in block["save"])

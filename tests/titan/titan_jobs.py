@@ -88,6 +88,37 @@ class Jobs:
         ]
 
 
+FAMILIES = {
+    "0.2": {
+        "deepseek_v3": ["--model.name=deepseek_v3"],
+        "llama4": ["--model.name=llama4"],
+        "qwen3": ["--model.name=qwen3"],
+        "qwen3_moe": ["--model.name=qwen3", "--model.flavor=debugmodel_moe"],
+        "gpt_oss": ["--model.name=gpt_oss"],
+    },
+    "0.3": {
+        "deepseek_v3": ["--module=deepseek_v3", "--config=deepseek_v3_debugmodel"],
+        "deepseek_v3_mtp": ["--module=deepseek_v3", "--config=deepseek_v3_debugmodel_mtp"],
+        "qwen3": ["--module=qwen3", "--config=qwen3_debugmodel"],
+        "qwen3_moe": ["--module=qwen3", "--config=qwen3_moe_debug"],
+        "gpt_oss": ["--module=gpt_oss", "--config=gpt_oss_debugmodel_flex"],
+        "kimi_k2_7": ["--module=titan_configs", "--config=kimi_on_text"],
+        "muse_glimmer": ["--module=muse_glimmer", "--config=muse_glimmer_debugmodel"],
+    },
+}
+"""The flags that choose the debug model of a family."""
+
+
+def family(name: str) -> list[str]:
+    """The flags that choose the debug model of a family of the installed torchtitan."""
+    return FAMILIES[SERIES or "0.3"][name]
+
+
+def mode(name: str) -> tuple[str, ...]:
+    """The flags of one of the host's own modes."""
+    return ("--activation_checkpoint.mode", name) if SERIES == "0.2" else (f"activation-checkpoint:{name}",)
+
+
 @pytest.fixture(scope="session")
 def jobs(tmp_path_factory):
     """Jobs of this test session; the text is made once."""
