@@ -201,7 +201,7 @@ def checkpoint_memory(
 def _early_outputs(frame: Frame | None) -> set[tuple[int, int]] | None:
     """While a call is observed: the outputs that recomputed code has read so far. None where nothing is observed."""
     observer = getattr(frame, "observer", None)
-    return None if observer is None else observer.read_so_far()
+    return None if observer is None else observer.graph.read_so_far()
 
 
 def _saved_values(span: Span, nodes: list[NodeSaves], packed: _Packed) -> tuple[list[Value], int]:

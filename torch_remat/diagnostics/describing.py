@@ -17,10 +17,10 @@ from torch_remat.diagnostics.explanation import (
 )
 from torch_remat.diagnostics.watching import Metadata, Save, Watching, meta_of
 from torch_remat.runtime.forward import ForwardFrame
-from torch_remat.runtime.observe import storages_of
 from torch_remat.runtime.placeholder import can_stand_in
 from torch_remat.runtime.plan import Plan
 from torch_remat.runtime.tape import Output, OutputKind, Region, Tape, WeakStorage
+from torch_remat.runtime.tensors import storages_of
 from torch_remat.runtime.tree import is_container, unflatten
 
 __all__ = ["Bill", "Describer"]

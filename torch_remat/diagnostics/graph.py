@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from torch_remat.runtime.backward import Trigger
-from torch_remat.runtime.observe import storage_keys
 from torch_remat.runtime.tape import Kept, Packed, Slot, Spans, Tape
+from torch_remat.runtime.tensors import storage_keys
 
 __all__ = ["Live", "NodeSaves", "Save", "discover_autograd_roots", "find_live", "nodes_of", "saves_of", "walk"]
 

@@ -29,9 +29,10 @@ from torch_remat.errors import RematError, display_name
 from torch_remat.runtime.dynamo import eager_only
 from torch_remat.runtime.forward import ForwardFrame
 from torch_remat.runtime.frame import qualified
-from torch_remat.runtime.observe import Observer, tensors_in
+from torch_remat.runtime.observe import Observer
 from torch_remat.runtime.plan import Known, Plan, Step
 from torch_remat.runtime.tape import OutputKind, Region, Spans
+from torch_remat.runtime.tensors import tensors_in
 from torch_remat.runtime.tree import flatten
 
 __all__ = ["profile_regions"]

@@ -21,11 +21,12 @@ from torch_remat.errors import UsageError
 from torch_remat.runtime.dynamo import eager_only
 from torch_remat.runtime.forward import ForwardFrame
 from torch_remat.runtime.frame import Frame, current_frame, scopes
-from torch_remat.runtime.generators import GeneratorHook, HostRandom, covered, drawing
-from torch_remat.runtime.observe import Observer, storage_keys, storages_of, tensors_in
+from torch_remat.runtime.generators import GeneratorHook, HostRandom, covered
+from torch_remat.runtime.observe import Observer
 from torch_remat.runtime.placeholder import user_line
 from torch_remat.runtime.plan import Known, Plan
 from torch_remat.runtime.tape import Kept, Region, Slot, Tape
+from torch_remat.runtime.tensors import storage_keys, storages_of, tensors_in
 
 __all__ = ["Generators", "Metadata", "RunsCheckpoints", "Save", "WatchedForward", "Watching", "WatchingRoot", "meta_of"]
 
@@ -131,14 +132,13 @@ class Watching(Observer):
             tuple[int, Metadata, str, Any]
         ] = []  # region, metadata, line, payload (None: packed by hooks)
         self.declarations: dict[Any, str] = {}
-        self.readers: dict[int, str] = {}
         self._made: set[int] = set()  # storages that operations of the body made
         self.outputs: dict[tuple[int, int], Metadata] = {}  # metadata by region and position
 
     def saved(self, slot: weakref.ref[Slot], tensor: Tensor) -> None:
         """Also remember line and metadata."""
         super().saved(slot, tensor)
-        self._note(slot, tensor, self.inside[-1] if self.inside else None, None, len(self._nodes))
+        self._note(slot, tensor, self.inside[-1] if self.inside else None, None, len(self.graph.nodes))
 
     def rebuild(self, slot: weakref.ref[Slot], region_index: int, argument: int | None, tensor: Tensor) -> None:
         """Also remember line and metadata."""
@@ -151,7 +151,7 @@ class Watching(Observer):
         self, slot: weakref.ref[Slot], tensor: Tensor, region: str | None, argument: int | None, position: int
     ) -> None:
         keys = tuple(storage_keys(tensor))
-        nodes = tuple(self._writer[key] for key in keys if key in self._writer)
+        nodes = tuple(self.graph.writer[key] for key in keys if key in self.graph.writer)
         total = sum(storage.nbytes() for storage in storages_of(tensor))
         if tensor.grad_fn is not None and _sequence_nr is not None:
             is_output = tensor.grad_fn._sequence_nr() == _sequence_nr() - 1  # the node that saves is the newest one
@@ -178,13 +178,13 @@ class Watching(Observer):
         super()._region_output(region, index, position, leaf)
         self.outputs[index, position] = meta_of(leaf)
 
-    def declare(self, tensor: Tensor) -> bool:
+    def declare(self, tensor: Tensor) -> None:
         """Also remember the line."""
         for key in storage_keys(tensor):
-            node = self._writer.get(key)
+            node = self.graph.writer.get(key)
             if node is not None and self._is_output(node):
-                self.declarations.setdefault(self._nodes[node].detail, user_line())
-        return super().declare(tensor)
+                self.declarations.setdefault(self.graph.nodes[node].detail, user_line())
+        super().declare(tensor)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()):
@@ -194,12 +194,8 @@ class Watching(Observer):
         self._made.update(key for tensor in tensors_in((result,)) for key in storage_keys(tensor) if key not in given)
         return result
 
-    def _draw(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        def drawn(generator: torch.Generator) -> None:
-            operation = func._schema.name.removeprefix("aten::")
-            self._add_draw(operation, user_line(), covered(self._tape.hooks, generator))
-
-        return drawing(func, args, kwargs, drawn)
+    def _drawn(self, operation: str, generator: torch.Generator) -> None:
+        self._add_draw(operation, user_line(), covered(self._tape.hooks, generator))
 
     def _check_host_random(self) -> None:
         source = self._host_random.moved()
@@ -209,10 +205,6 @@ class Watching(Observer):
 
     def _add_draw(self, operation: str, where: str, carried: bool | None) -> None:
         self.draws.append(RandomOperation(operation, where, self.inside[-1] if self.inside else None, carried))
-
-    def _slice(self, starts: list[int], readers: dict[int, str]) -> set[int]:
-        self.readers = readers
-        return super()._slice(starts, readers)
 
     # --- What was found
 
@@ -224,45 +216,45 @@ class Watching(Observer):
         """`` `silu` at model.py:88`` for the operation that saved it; only the line where the operation is unknown."""
         candidates = (save.position, save.position - 1)
         for index in reversed(candidates) if save.is_output else candidates:
-            if 0 <= index < len(self._nodes) and isinstance(self._nodes[index].detail, str):
-                name, _, line = self._nodes[index].detail.partition(" at ")
+            if 0 <= index < len(self.graph.nodes) and isinstance(self.graph.nodes[index].detail, str):
+                name, _, line = self.graph.nodes[index].detail.partition(" at ")
                 if line == save.line:
                     return f"`{name}` at {line}"
         return f"code at {save.line}"
 
     def reason(self, detail: Any) -> str | None:
         """Who in recomputed code needs the source with this ``detail``."""
-        nodes = {index for index, node in enumerate(self._nodes) if node.detail == detail}
+        nodes = {index for index, node in enumerate(self.graph.nodes) if node.detail == detail}
         for save in self.living_saves():
             if nodes.intersection(save.nodes):
                 if save.argument is not None:
                     return f"saved by region {save.region} for its backward"
                 return f"read by {self.operation(save)}"
         for index in sorted(nodes):
-            if index in self.readers:
-                name, at, line = self.readers[index].partition(" at ")
+            if index in self.graph.readers:
+                name, at, line = self.graph.readers[index].partition(" at ")
                 return f"read by `{name}`{at}{line}"
         return None
 
     def input_node(self, index: int) -> Any:
         """The detail of the node for leaf ``index`` of the arguments."""
-        return next(node.detail for node in self._nodes if isinstance(node.detail, list) and index in node.detail)
+        return next(node.detail for node in self.graph.nodes if isinstance(node.detail, list) and index in node.detail)
 
     def is_captured(self, tensor: Tensor) -> bool:
         """Whether ``tensor`` lies in memory that was there before the body ran and is no argument's."""
         keys = storage_keys(tensor)
-        nodes = [self._nodes[self._writer[key]] for key in keys if key in self._writer]
+        nodes = [self.graph.nodes[self.graph.writer[key]] for key in keys if key in self.graph.writer]
         return not any(key in self._made for key in keys) and not any(isinstance(one.detail, list) for one in nodes)
 
     def is_made_again(self, save: Save) -> bool:
         """Whether replay computes it: it is no input, SAVE output or captured tensor."""
-        return any(isinstance(self._nodes[node].detail, str) and not self._is_stale(node) for node in save.nodes)
+        return any(isinstance(self.graph.nodes[node].detail, str) and not self._is_stale(node) for node in save.nodes)
 
     def _is_output(self, node: int) -> bool:
-        return isinstance(self._nodes[node].detail, tuple)
+        return isinstance(self.graph.nodes[node].detail, tuple)
 
     def _is_stale(self, node: int) -> bool:
-        return bool(self._nodes[node].reads) and self._nodes[node].detail in self._tape.regions
+        return bool(self.graph.nodes[node].reads) and self.graph.nodes[node].detail in self._tape.regions
 
 
 class WatchedForward(ForwardFrame):

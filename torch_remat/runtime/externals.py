@@ -17,7 +17,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["Holder", "Seen", "find", "locate"]
+from torch_remat.errors import ModifiedError, display_name
+
+__all__ = ["Holder", "Seen", "changed", "find", "locate"]
 
 Getter = Callable[[Any], Any]
 _PLAIN = (Tensor, torch.nn.Parameter)
@@ -62,6 +64,15 @@ def find(function: Any, wanted: Callable[[Tensor], bool]) -> tuple[Holder, ...]:
     return tuple(found)
 
 
+def changed(checkpoint: str | None, name: str) -> ModifiedError:
+    """The error for an external tensor that replay would read and that is not as forward left it."""
+    return ModifiedError(
+        f"{name}, which the body of checkpoint {display_name(checkpoint)} reads, was modified or replaced between "
+        f"forward and backward; a replay would compute with the new value.\n"
+        f"To fix: call backward before the optimizer step (or whatever changes {name})."
+    )
+
+
 class Seen:
     """The external tensors of one call that one holder led to, and their version counters then."""
 
@@ -74,19 +85,20 @@ class Seen:
 
     def changed(self) -> str | None:
         """The name of one that was modified or replaced since; None when all are as they were."""
+        return next((name for name, _ in self.all_changed()), None)
+
+    def all_changed(self) -> Iterator[tuple[str, Any]]:
+        """Names of those that were modified or replaced since, and what is there now."""
         if [tensor._version for tensor in self.tensors] != self.versions:
-            return next(
-                place.name
-                for place, tensor, version in zip(self.places, self.tensors, self.versions, strict=True)
-                if tensor._version != version
-            )
+            for place, tensor, version in zip(self.places, self.tensors, self.versions, strict=True):
+                if tensor._version != version:
+                    yield place.name, tensor
         for place, tensor in zip(self.places, self.tensors, strict=True):
             now = place.now()
             if now is not tensor and not (
                 place.is_parameter and (type(now) not in _PLAIN or type(tensor) not in _PLAIN)
             ):
-                return place.name
-        return None
+                yield place.name, now
 
 
 class Place(NamedTuple):

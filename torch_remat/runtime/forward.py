@@ -41,7 +41,7 @@ from torch_remat.runtime.hooks import (
 )
 from torch_remat.runtime.host_reads import HostReads
 from torch_remat.runtime.labels import profiling, wrapped
-from torch_remat.runtime.observe import Observer, storage_keys
+from torch_remat.runtime.observe import Observer
 from torch_remat.runtime.placeholder import can_stand_in, meta_of
 from torch_remat.runtime.plan import Plan, Step, registry
 from torch_remat.runtime.region_outputs import SaveOutputs, note_address
@@ -59,6 +59,7 @@ from torch_remat.runtime.tape import (
     version_of,
     version_probe,
 )
+from torch_remat.runtime.tensors import storage_keys
 from torch_remat.runtime.tree import flatten, is_container
 
 __all__ = ["ForwardFrame", "run_forward"]
@@ -336,7 +337,8 @@ class ForwardFrame(Frame):
                 tape.externals = externals.locate(tape.function, plan.externals)
         else:
             tape.to_end = True
-            tape.watch_draws = True  # nobody has looked at this path
+            # Nobody has looked at this path; replay will, and then has to know what is as it was.
+            tape.externals = externals.locate(tape.function, externals.find(tape.function, lambda tensor: True))
         tape.to_end = tape.to_end or not early_stop_allowed()
         for record in tape.order:
             for output in record.outputs:

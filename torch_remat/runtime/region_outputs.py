@@ -20,11 +20,11 @@ import torch
 from torch import Tensor
 
 from torch_remat.runtime.hooks import HookPair
-from torch_remat.runtime.observe import private_copy
 from torch_remat.runtime.placeholder import can_stand_in, is_under_way, meta_of
 from torch_remat.runtime.plan import Step
 from torch_remat.runtime.region_saves import RegionSaves
 from torch_remat.runtime.tape import Output, OutputKind, Region, version_of
+from torch_remat.runtime.tensors import private_copies, private_copy
 from torch_remat.runtime.tree import LEAF, flatten, is_container
 from torch_remat.runtime.views import extent
 
@@ -39,7 +39,7 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 class SaveOutputs:
     """Fills the outputs of one region's record."""
 
-    __slots__ = ("_context", "_frame", "_pair", "_record", "_saves", "_step")
+    __slots__ = ("_context", "_copies", "_frame", "_pair", "_record", "_saves", "_step")
 
     def __init__(
         self, frame: ForwardFrame, record: Region, step: Step | None, pair: HookPair | None, saves: RegionSaves | None
@@ -49,6 +49,7 @@ class SaveOutputs:
         self._step = step
         self._pair = pair
         self._saves = saves
+        self._copies: dict[int, Tensor] = {}
         self._context = None if pair is None else pair.capture()
 
     def add_changed(self, index: int, argument: Tensor) -> None:
@@ -76,6 +77,10 @@ class SaveOutputs:
         else:
             leaves.append(result)
             record.spec = LEAF
+        if self._step is not None and self._step.clone:
+            modified = {one: leaves[one] for one in self._step.clone if 0 <= one < len(leaves)}
+            modified = {one: leaf for one, leaf in modified.items() if isinstance(leaf, Tensor)}
+            self._copies = dict(zip(modified, private_copies([*modified.values()]), strict=True))
         seen: dict[int, int] = {}
         for position, leaf in enumerate(leaves):
             if not isinstance(leaf, Tensor):
@@ -106,8 +111,9 @@ class SaveOutputs:
         output = Output(OutputKind.KEPT, None, tensor.requires_grad)
         step = self._step
         if step is not None and position in step.clone:
-            output.data = private_copy(tensor)
-            output.cloned = True
+            copy = self._copies.get(position)
+            output.data = private_copy(tensor) if copy is None else copy
+            output.cloned = self._record.cloned = True
         elif is_under_way(tensor):
             # What lies in it is plain; whoever uses it first in forward waits.
             output.data = tensor.elem.detach()  # type: ignore[attr-defined]

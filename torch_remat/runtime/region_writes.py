@@ -16,8 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from torch_remat.errors import ModifiedError, display_name
 from torch_remat.runtime import externals
-from torch_remat.runtime.observe import storage_keys, tensors_in, written_by
 from torch_remat.runtime.tape import Tape
+from torch_remat.runtime.tensors import storage_keys, tensors_in, written_by
 
 __all__ = ["RegionWrites", "no_writes", "unobserved_writes"]
 

@@ -1,36 +1,26 @@
 """The second run of a body, inside backward: fills the slots that are alive and stops when all are.
 
 Rules:
- 1. A recomputed save fills the slot of the same position. Before each region the position must be the one of forward.
- 2. A SAVE region is not entered. Its rebuilt saves are filled from the call's arguments, its outputs come from the
-    tape, what it raised is raised again, and the state hooks are set to its exit.
- 3. Replay ends at the last living slot, unless the plan needs the tail.
- 4. Nothing is consumed: inputs, records and states stay on the tape until backward releases it, so a failed replay can
+ 1. The body runs as in forward, under a :class:`~torch_remat.runtime.replay_frame.ReplayFrame`, with the state hooks
+    set to the entry of the checkpoint.
+ 2. Replay ends at the last living slot, unless the plan needs the tail.
+ 3. Nothing is consumed: inputs, records and states stay on the tape until backward releases it, so a failed replay can
     be retried; what it had filled is emptied.
+ 4. Random generators that no state hook carries must not move.
 """
 
 from __future__ import annotations
 
 import functools
-import sys
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from torch_remat.errors import (
-    InvalidTypeError,
-    ModifiedError,
-    PolicyDriftError,
-    RandomStateError,
-    RematError,
-    SavesDriftError,
-    display_name,
-)
-from torch_remat.runtime import events, placeholder
-from torch_remat.runtime.bitwise import operation_of
-from torch_remat.runtime.dynamo import eager_only, live
-from torch_remat.runtime.frame import Frame, current_frame, scopes
+from torch_remat.errors import RandomStateError, RematError, display_name
+from torch_remat.runtime import externals, placeholder
+from torch_remat.runtime.dynamo import live
+from torch_remat.runtime.frame import current_frame, scopes
 from torch_remat.runtime.generators import (
     DrawWatch,
     GeneratorGuard,
@@ -38,372 +28,17 @@ from torch_remat.runtime.generators import (
     random_message,
     shared_with_threads,
 )
-from torch_remat.runtime.graft import as_result
 from torch_remat.runtime.hooks import pop_hooks, push_hooks
-from torch_remat.runtime.labels import profiling, wrapped
-from torch_remat.runtime.observe import laid_out, private_copy
-from torch_remat.runtime.placeholder import Meta, Origin, is_placeholder
+from torch_remat.runtime.observe import Observer
+from torch_remat.runtime.placeholder import Origin
 from torch_remat.runtime.plan import registry
-from torch_remat.runtime.rerun import plan_rerun, rerun
+from torch_remat.runtime.replay_frame import CheckedReplayFrame, ReplayFrame, Stop, identity, stand_in
+from torch_remat.runtime.rerun import plan_rerun
 from torch_remat.runtime.state import SameOperations, restored
-from torch_remat.runtime.tape import Output, OutputKind, Region, Slot, Tape, version_of
-from torch_remat.runtime.tree import LEAF, flatten, unflatten
-from torch_remat.runtime.views import make
+from torch_remat.runtime.tape import OutputKind, Tape, version_of
+from torch_remat.runtime.tree import unflatten
 
 __all__ = ["replay"]
-
-_set_version = getattr(torch._C._autograd, "_unsafe_set_version_counter", None)
-
-
-class _Stop(BaseException):
-    """Unwinds the body when every living slot is filled."""
-
-
-class ReplayFrame(Frame):
-    """The pass that fills slots."""
-
-    replaying = True
-
-    def __init__(self, tape: Tape, unfilled: int) -> None:
-        super().__init__(tape)
-        self._position = 0
-        self._remaining = unfilled
-        self._stops = not tape.to_end
-        # Copies count from 0; a state hook may write to what it restores; under a dispatch mode some operations (the
-        # gathers of c10d) do not count.
-        self._trusted = (
-            _set_version is not None
-            and not tape.hooks
-            and not tape.under_mode
-            and not torch._C._len_torch_dispatch_stack()
-            and not tape.watch_draws
-        )
-        self.leaves: dict[int, Tensor] = {}  # handed out: leaves here, for speed, that need not be leaves in forward
-        self.drew = False  # a watched replay has drawn random numbers
-        self._inner = 0
-        self._wraps = bool(events.region_called.listeners) or profiling()
-        self._undo: list[
-            tuple[Any, Any]
-        ] = []  # state hooks of checkpoints inside this one, and what they were before replay
-
-    # --- Saves of recomputed code (rule 1)
-
-    def pack(self, tensor: Tensor) -> Any:
-        """Pack hook of recomputed code in replay."""
-        if tensor.requires_grad and tensor.is_leaf and id(tensor) not in self.leaves:
-            return tensor
-        position = self._position
-        self._position = position + 1
-        slots = self.tape.slots
-        if position >= len(slots):
-            raise SavesDriftError(self._drift(f"it saves more than the {len(slots)} tensors of forward"))
-        kept = tensor.detach() if tensor.requires_grad else tensor
-        slot = slots[position]()
-        if slot is not None and slot.tensor is None:
-            if slot.expected is not None and (tensor.shape, tensor.dtype, tensor.device) != slot.expected:
-                found = (tensor.shape, tensor.dtype, tensor.device)
-                raise SavesDriftError(self._metadata(position, slot.expected, found))
-            if type(tensor) is not Tensor and is_placeholder(tensor):
-                raise placeholder.missing(tensor, "backward needs what is computed from it")
-            self._fill(slot, kept)
-        return kept
-
-    def _fill(self, slot: Slot, tensor: Tensor, *, trusted: bool = True) -> None:
-        slot.fill(tensor, tensor._version, self._trusted and trusted)
-        self._remaining -= 1
-        if self._remaining == 0 and self._stops:
-            raise _Stop
-
-    # --- Regions (rule 2)
-
-    @eager_only("a region of a torch_remat.checkpoint that runs eagerly is no part of a graph.")
-    def call_region(self, function: Any, name: str, recompute: bool, args: Any, kwargs: Any) -> Any:
-        """Run or skip one region call."""
-        tape = self.tape
-        name = self.claim(name)
-        record = tape.regions.get(name)
-        if record is None:
-            raise PolicyDriftError(
-                f"No save record for region {display_name(tape.name, name)}: replay calls it and forward did not.\n"
-                f"To fix: the body must take the same path in both passes; what decides the path has to come from its "
-                f"arguments, "
-                f"from a region with recompute=False, or from a state hook."
-                if not recompute
-                else f"Conflicting recompute settings for region {display_name(tape.name, name)}: "
-                f"replay calls it with recompute=True "
-                f"and forward did not call it.\nTo fix: the body must take the same path in both passes."
-            )
-        if record.recompute is not recompute:
-            raise PolicyDriftError(
-                f"Conflicting recompute settings for region {display_name(tape.name, name)}: forward had "
-                f"recompute={record.recompute}, "
-                f"replay has recompute={recompute}.\nTo fix: decide the policy once, before the checkpoint is called."
-            )
-        if self._position != record.slots_before:
-            raise SavesDriftError(
-                self._drift(
-                    f"before region {display_name(tape.name, name)} it saves {self._position} tensors, in forward it "
-                    f"saved "
-                    f"{record.slots_before}"
-                )
-            )
-        if not recompute:
-            return self._skip(record, function, args, kwargs)
-        if self._wraps:
-            function = wrapped(function, tape, record, True)
-        return function(*args, **kwargs)
-
-    def _skip(self, record: Region, function: Any, args: Any, kwargs: Any) -> Any:
-        arguments: list[Any] = []
-        again: dict[int, Tensor] = {}
-        if self.tape.reruns and record.name in self.tape.reruns and record.error is None:
-            self.inert += 1
-            try:
-                again = rerun(self.tape, record, (self.pack, _identity), function, args, kwargs)
-            finally:
-                self.inert -= 1
-        if record.rebuilds or record.changed or any(output.kind in _OF_ARGUMENTS for output in record.outputs):
-            for value in (*args, *kwargs.values()):
-                flatten(value, arguments)
-            for reference, index, recipe in record.rebuilds:
-                slot = reference()
-                if slot is not None and slot.tensor is None:
-                    self._rebuild(record, slot, index, recipe, arguments)
-            for index, output in record.changed:
-                arguments[index] = self._change_again(record, index, output, arguments)
-        for hook, state in record.exit_states:
-            hook.restore(state)
-        if record.error is not None:
-            raise record.error
-        leaves: list[Any] = []
-        for position, output in enumerate(record.outputs):
-            made = again.get(position) if again else None
-            leaves.append(self._serve(record, position, output, arguments, leaves) if made is None else made)
-        return unflatten(record.spec, leaves)
-
-    def _change_again(self, record: Region, index: int, output: Output, arguments: list[Any]) -> Tensor:
-        """Give argument ``index`` the value that the region left in it; returns the tensor that holds it."""
-        argument = self._argument(record, index, arguments)
-        value = self.data(output, f"argument {index} for {display_name(self.tape.name, record.name)}")
-        if type(argument) is not Tensor and is_placeholder(argument):
-            return value  # nobody reads the argument under its old name, or the placeholder will say so
-        if _is_same_memory(argument, value):
-            return argument
-        with torch.set_grad_enabled(value.requires_grad and not argument.requires_grad):
-            argument.copy_(value)
-        _restore_version(argument, output)
-        return argument
-
-    def _argument(self, record: Region, index: int, arguments: list[Any]) -> Tensor:
-        argument = arguments[index] if index < len(arguments) else None
-        if not isinstance(argument, Tensor):
-            raise PolicyDriftError(
-                f"Region {display_name(self.tape.name, record.name)} is called with other arguments in replay: leaf "
-                f"{index} of its "
-                f"arguments is {type(argument).__name__}, in forward it was a tensor.\n"
-                f"To fix: call the region in the same way in both passes."
-            )
-        return argument
-
-    def _rebuild(self, record: Region, slot: Slot, index: int, recipe: Any, arguments: list[Any]) -> None:
-        name = display_name(self.tape.name, record.name)
-        argument = self._argument(record, index, arguments)
-        found = (argument.shape, argument.dtype, argument.device)
-        if slot.expected is not None and found != slot.expected:
-            raise SavesDriftError(
-                f"Argument leaf {index} of region {name} has a different layout in replay: {_described(found)}, in "
-                f"forward "
-                f"{_described(slot.expected)}.\nTo fix: make recomputed code deterministic, or keep what drifts (a "
-                f"router's choice, "
-                f"say) in a region with recompute=False."
-            )
-        if type(argument) is not Tensor and is_placeholder(argument):
-            raise placeholder.missing(argument, f"region {name} saves it for its backward")
-        kept = make(argument.detach(), recipe)
-        if kept is None:
-            raise SavesDriftError(
-                f"Argument leaf {index} of region {name} has a different layout in replay: its strides are now "
-                f"{argument.stride()}, and the region saved a view of it.\n"
-                f"To fix: make recomputed code deterministic in its memory layout, or keep the tensor in a region with "
-                f"recompute=False."
-            )
-        self._fill(slot, kept, trusted=type(kept) is Tensor)  # one that is wrapped anew counts anew
-
-    def _serve(self, record: Region, position: int, output: Output, arguments: list[Any], leaves: list[Any]) -> Any:
-        kind = output.kind
-        if kind is OutputKind.PLACEHOLDER:
-            kept = None if output.free is None else output.free()
-            if kept is not None and version_of(kept.tensor) == kept.version:
-                tensor = kept.tensor.detach()
-                return as_result(tensor) if output.meta.requires_grad else tensor
-            name = display_name(self.tape.name)
-            what = f"output {_label(record, position)} of region {display_name(self.tape.name, record.name)}"
-            return _stand_in(output.meta, Origin(name, what, record.name))
-        if kind is OutputKind.KEPT:
-            return self.data(output, f"output.{position} for {display_name(self.tape.name, record.name)}")
-        if kind is OutputKind.OBJECT:
-            return output.data
-        if kind is OutputKind.REPEAT:
-            return leaves[output.data]
-        argument = self._argument(record, output.data, arguments)
-        if kind is OutputKind.ARGUMENT:
-            return argument
-        (size, stride, start), shape, argument_stride = output.meta
-        if argument.shape != shape or argument.stride() != argument_stride:
-            raise SavesDriftError(
-                f"Argument leaf {output.data} of region {display_name(self.tape.name, record.name)} has a different "
-                f"layout in replay, and "
-                f"the region returned a view of it.\nTo fix: make recomputed code deterministic."
-            )
-        return argument.as_strided(size, stride, argument.storage_offset() + start)
-
-    # --- What is handed to the body
-
-    def data(self, output: Output, what: str) -> Tensor:
-        """The tensor of a persisted output or input, checked against later modification."""
-        running = None if output.pending is None else output.pending()
-        if running is not None:
-            running.trigger_wait()  # nothing to do where forward has used it
-        if output.unpack is not None:
-            tensor = output.unpack(output.data)
-            if not isinstance(tensor, Tensor):
-                raise InvalidTypeError(
-                    f"the unpack hook returned {type(tensor).__name__} for {what}, expected the tensor."
-                )
-            version, probe = output.version
-            if not output.shell and probe is not None and version_of(probe) != version:
-                raise modified(what, self.tape)
-            tensor = tensor.detach()
-            if output.stride is not None and tensor.stride() != output.stride and tensor.layout is torch.strided:
-                tensor = laid_out(tensor, output.stride)
-            _restore_version(tensor, output)
-        elif output.cloned:
-            tensor = private_copy(output.data)
-            _restore_version(tensor, output)
-        else:
-            tensor = output.data
-            if not output.shell and version_of(tensor) != output.version:
-                raise modified(what, self.tape)
-            if tensor.is_leaf and tensor.requires_grad:
-                # An alias, so that a hook which the body registers is not registered a second time. Parameters are
-                # told apart by identity too often.
-                return tensor.detach().requires_grad_() if type(tensor) is Tensor else tensor
-            tensor = tensor.detach()
-        if not output.meta:
-            return tensor
-        if output.cloned or output.shell or not self.tape.fits:
-            return as_result(tensor)  # the body modifies it in place, or nobody knows whether it does
-        tensor.requires_grad_()
-        self.leaves[id(tensor)] = tensor
-        return tensor
-
-    # --- Checkpoints inside this one
-
-    def enter_checkpoint(self, hooks: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Set the state hooks of a checkpoint inside this one as they were at its entry."""
-        if hooks:
-            states = self.tape.inner_states[self._inner]
-            self._inner += 1
-            self._undo.extend((hook, hook.snapshot()) for hook in hooks)
-            for hook, state in zip(hooks, states, strict=True):
-                hook.restore(state)
-        return ()
-
-    def undo(self) -> None:
-        """Set the state hooks of inner checkpoints as they were before replay."""
-        for hook, state in reversed(self._undo):
-            hook.restore(state)
-
-    # --- The end
-
-    def finished(self) -> None:
-        """The body has returned: everything must be filled (rule 3)."""
-        if self._remaining > 0 and self.tape.unfilled():
-            raise SavesDriftError(
-                self._drift(
-                    f"it saves {self._position} tensors, in forward it saved {len(self.tape.slots)}, and backward "
-                    f"needs the rest"
-                )
-            )
-
-    def _drift(self, how: str) -> str:
-        return (
-            f"Recomputed code of checkpoint {display_name(self.tape.name)} does not do in replay what it did in "
-            f"forward: {how}.\n"
-            f"To fix: make the body deterministic. Usual causes: a branch on data that drifts (keep the choice in a "
-            f"region with "
-            f"recompute=False), a module switched between train() and eval(), a cache or container that grew, autocast "
-            f"or another "
-            f"context that is no longer active (carry it with a state hook)."
-        )
-
-    def _metadata(self, position: int, expected: Any, found: Any) -> str:
-        before = [record for record in self.tape.order if record.slots_before <= position]
-        where = _open_region() or (f"after region {before[-1].name}" if before else "before the first region")
-        operation, made_by = operation_of(id(self.tape.slots[position]()), ())
-        saved_by = "" if operation is None else f" by {operation}" + (f", made by {made_by}," if made_by else "")
-        return (
-            f"Recomputed values for the following tensors have different metadata than during the forward pass.\n"
-            f"checkpoint {display_name(self.tape.name)}, saved tensor {position} ({where}), saved{saved_by} at "
-            f"{placeholder.user_line()}:\n"
-            f"  forward: {_described(expected)}\n"
-            f"  replay:  {_described(found)} (recomputed shapes differ)\n"
-            f"To fix: make the body deterministic; keep a choice that drifts (routing, say) in a region with "
-            f"recompute=False, or "
-            f'pass determinism_check="none" if only the metadata differs and the values are right.'
-        )
-
-
-def _open_region() -> str | None:
-    """The RECOMPUTE region that is running, read off the stack: for errors."""
-    frame = sys._getframe(1)
-    while frame is not None and frame.f_code is not replay.__code__:
-        if frame.f_code is ReplayFrame.call_region.__code__:
-            return f"in region {frame.f_locals['name']}"
-        frame = frame.f_back
-    return None
-
-
-class CheckedReplayFrame(ReplayFrame):
-    """The pass that fills slots and shows every value to the check on its tape."""
-
-    def __init__(self, tape: Tape, unfilled: int) -> None:
-        super().__init__(tape, unfilled)
-        self._wraps = True
-        tape.check.replay_starts()
-
-    def _fill(self, slot: Slot, tensor: Tensor, *, trusted: bool = True) -> None:
-        self.tape.check.seen(slot, tensor)
-        super()._fill(slot, tensor, trusted=trusted)
-
-    def data(self, output: Output, what: str) -> Tensor:
-        """The tensor of a persisted output or input."""
-        tensor = super().data(output, what)
-        self.tape.check.seen(output, tensor)
-        return tensor
-
-
-def _restore_version(tensor: Tensor, output: Output) -> None:
-    """Give a copy the version counter that the original had, so that versions compare between the passes."""
-    version = output.version[0] if isinstance(output.version, tuple) else output.version
-    if _set_version is not None and version >= 0 and version_of(tensor) not in (version, -1):
-        _set_version((tensor,), (version,))
-
-
-def _is_same_memory(a: Tensor, b: Tensor) -> bool:
-    try:
-        return a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride()
-    except RuntimeError:  # a subclass without one memory of its own
-        return False
-
-
-def _stand_in(meta: Meta, origin: Origin) -> Tensor:
-    if not meta.requires_grad:
-        return placeholder.make(meta, origin)
-    return as_result(placeholder.make(meta._replace(requires_grad=False), origin))
-
-
-_OF_ARGUMENTS = (OutputKind.ARGUMENT, OutputKind.ARGUMENT_VIEW)
 
 
 def replay(tape: Tape, unfilled: int) -> None:
@@ -427,11 +62,15 @@ def _replay(tape: Tape, unfilled: int) -> None:
     try:
         for hook, state in zip(tape.hooks, tape.states, strict=True):
             hook.restore(state)
-        if not tape.watch_draws:
-            _run(frame, tape, args, kwargs)
-        else:
+        if not tape.fits:
+            with _ReplayObserver(tape, frame) as watch:
+                _run(frame, tape, args, kwargs)
+            watch.check_replay()
+        elif tape.watch_draws:
             with DrawWatch(functools.partial(_check_draw, tape, frame)):
                 _run(frame, tape, args, kwargs)
+        else:
+            _run(frame, tape, args, kwargs)
     except placeholder.PlaceholderError:
         if tape.key is not None:
             registry.forget(tape.key)  # the next call of this body is observed again
@@ -459,6 +98,18 @@ def _replay(tape: Tape, unfilled: int) -> None:
         tape.check.compare(tape)
 
 
+class _ReplayObserver(Observer):
+    """Looks at the replay of a path that was not observed in forward."""
+
+    def __init__(self, tape: Tape, frame: ReplayFrame) -> None:
+        super().__init__(tape)
+        self._frame = frame
+
+    def _drawn(self, operation: str, generator: torch.Generator) -> None:
+        self._frame.drew = True
+        super()._drawn(operation, generator)
+
+
 def _unmodified(tape: Tape) -> list[Any]:
     """The filled slots that replay itself has not modified since; what state hooks write from here on is theirs."""
     return [slot for slot in tape.living_slots() if slot.tensor is not None and version_of(slot.tensor) == slot.version]
@@ -471,7 +122,7 @@ def _judge(tape: Tape, frame: ReplayFrame, guard: GeneratorGuard, moved: torch.G
     """
     if not shared_with_threads(moved):
         guard.put_back()
-    elif not tape.watch_draws:
+    elif tape.fits and not tape.watch_draws:
         registry.known(tape.key).suspect = True
         return
     elif not frame.drew:
@@ -508,7 +159,7 @@ def _run(frame: ReplayFrame, tape: Tape, args: Any, kwargs: Any) -> None:
     scope_token = scopes.set(tape.scopes)
     try:
         with restored(tape.ambient):
-            push_hooks(frame.pack, _identity)
+            push_hooks(frame.pack, identity)
             try:
                 if tape.under_mode and not torch._C._len_torch_dispatch_stack():
                     with SameOperations():
@@ -518,7 +169,7 @@ def _run(frame: ReplayFrame, tape: Tape, args: Any, kwargs: Any) -> None:
             finally:
                 pop_hooks()
         frame.finished()
-    except _Stop:
+    except Stop:
         pass
     finally:
         scopes.reset(scope_token)
@@ -526,49 +177,22 @@ def _run(frame: ReplayFrame, tape: Tape, args: Any, kwargs: Any) -> None:
         current_frame.reset(token)
 
 
-def _identity(tensor: Tensor) -> Tensor:
-    return tensor
-
-
 def _inputs(tape: Tape, frame: ReplayFrame) -> Any:
     """The arguments for replay: the same leaves and objects, fresh aliases of other tensors, in new containers."""
-    for seen in tape.externals:
+    for seen in tape.externals if tape.fits else ():
         name = seen.changed()
         if name is not None:
-            raise ModifiedError(
-                f"{name}, which the body of checkpoint {display_name(tape.name)} reads, was modified or replaced "
-                f"between "
-                f"forward and backward; a replay would compute with the new value.\n"
-                f"To fix: call backward before the optimizer step (or whatever changes {name})."
-            )
+            raise externals.changed(tape.name, name)
     leaves: list[Any] = []
     for index, output in enumerate(tape.inputs):
         if output.kind is OutputKind.OBJECT:
             leaves.append(output.data)
         elif output.kind is OutputKind.PLACEHOLDER:
             origin = Origin(display_name(tape.name), f"input {index}")
-            leaves.append(_stand_in(output.meta, origin))
+            leaves.append(stand_in(output.meta, origin))
         elif output.kind is OutputKind.REPEAT:
             leaves.append(leaves[output.data])
         else:
             leaves.append(frame.data(output, f"input {index}"))
     frame.leaves.update((id(leaf), leaf) for leaf in leaves if isinstance(leaf, Tensor))
     return unflatten(tape.spec, leaves)
-
-
-def modified(what: str, tape: Tape) -> ModifiedError:
-    """The error for a kept tensor that changed before replay reads it."""
-    return ModifiedError(
-        f"Saved tensor {what} (checkpoint {display_name(tape.name)}) was modified in-place after it was saved, and "
-        f"replay has to read "
-        f"it as it was.\nTo fix: modify a .clone() of it, or call backward first."
-    )
-
-
-def _label(record: Region, position: int) -> str:
-    return ".out" if record.spec is LEAF else str(position)
-
-
-def _described(metadata: Any) -> str:
-    shape, dtype, device = metadata
-    return f"shape {tuple(shape)}, dtype {str(dtype).removeprefix('torch.')}, device {device}"

@@ -188,6 +188,7 @@ class Region:
 
     __slots__ = (
         "changed",
+        "cloned",
         "dropped",
         "error",
         "exit_states",
@@ -206,6 +207,7 @@ class Region:
         self.recompute = recompute
         self.slots_before = slots_before  # recomputed saves before this call: where replay must stand when it gets here
         self.spec: Any = None
+        self.cloned = False  # some outputs are private copies
         self.outputs: list[Output] = []
         self.outside: list[Any] = []  # tensors that the body of a SAVE region finds by itself, where it may run again
         self.changed: list[
@@ -269,9 +271,8 @@ class Tape:
         self.inner_states: list[list[Any]] = []  # of the hooks of checkpoints inside this one, at their entries
         self.under_mode = False  # forward ran under a dispatch mode, ours or another
         self.watch_draws = False  # replay must look at every random operation
-        self.externals: list[
-            Any
-        ] = []  # parameters, buffers and captured tensors that replay reads, with their versions
+        # Parameters, buffers and captured tensors with their versions: those that replay reads, or all if not ``fits``.
+        self.externals: list[Any] = []
         self.first_sequence_nr = 0  # autograd nodes of this body have at least this number
         self.key: Any = None  # under which the plans of this body are registered
         self.task: tuple[int, bool] = (

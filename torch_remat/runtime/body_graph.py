@@ -1,0 +1,427 @@
+"""What one observed call of a body did, as a graph over storages, and the plan that follows from it.
+
+An operation reads the last writers of its arguments' storages and becomes the writer of its outputs'. Views make no
+node. A SAVE region is a black box: its outputs are sources, like the checkpoint's inputs and what was there before the
+body. A backward slice from the slots that are alive at the end of the body (and from reads that become Python values,
+writes and collectives before the last of them) names the sources that replay reads: :meth:`BodyGraph.plan`.
+
+Storages are identified by weak references, so the graph keeps no memory alive.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from torch_remat.errors import ModifiedError, display_name
+from torch_remat.runtime import externals
+from torch_remat.runtime.plan import Plan, Step
+from torch_remat.runtime.tape import OutputKind, Region, Slot, Tape, WeakStorage
+from torch_remat.runtime.tensors import fills_its_memory, storage_keys, storages_of
+
+__all__ = ["EXTERNAL", "INPUT", "OP", "OUTPUT", "STALE", "BodyGraph"]
+
+_sequence_nr = getattr(torch._C._autograd, "_get_sequence_nr", None)
+_NO_END = 1 << 63
+OP, INPUT, OUTPUT, EXTERNAL, STALE = range(5)
+
+
+class Node(NamedTuple):
+    """An operation of recomputed code, or a source of what it reads.
+
+    ``detail``: INPUT: leaves; OUTPUT: (region index, leaf); EXTERNAL: storage; STALE: region name; OP: label.
+    """
+
+    kind: int
+    reads: tuple[int, ...]
+    detail: Any
+
+
+class _Event(NamedTuple):
+    """A saved tensor of recomputed code: its slot, the node that made it, and how many nodes there were then.
+
+    ``number`` is autograd's sequence number then: nodes of operations that came before have smaller ones.
+    """
+
+    slot: weakref.ref[Slot]
+    node: int | None
+    position: int
+    storage: int | None
+    number: int
+
+
+class _Alias(NamedTuple):
+    """An output of a SAVE region in memory that the region captured: its node, and the storage's writer before."""
+
+    node: int
+    storage: int
+    before: int
+
+
+def _number() -> int:
+    return _NO_END if _sequence_nr is None else _sequence_nr()
+
+
+def _keys_in(slot: Slot) -> list[int]:
+    return [] if slot.tensor is None else storage_keys(slot.tensor)
+
+
+class BodyGraph:
+    """Filled by :class:`~torch_remat.runtime.observe.Observer` while the body runs."""
+
+    def __init__(self, tape: Tape) -> None:
+        self.tape = tape
+        self.nodes: list[Node] = []
+        self.writer: dict[int, int] = {}  # storage -> the node that wrote it last
+        self.roots: list[int] = []  # nodes that replay runs though no slot needs them
+        self.writes: list[tuple[int, int]] = []  # (node, storage) of in-place operations in recomputed code
+        self.external_writes: dict[int, tuple[Tensor, int, str]] = {}
+        self.declared: set[tuple[int, int]] = set()
+        self.rebuild_arguments: dict[int, set[int]] = {}
+        self.kept: dict[int, set[int]] = {}  # region -> storages that its own saves keep
+        self.output_keys: dict[tuple[int, int], set[int]] = {}  # (region, leaf) -> storages, also once hooks packed it
+        self.makers: dict[tuple[str, int], int] = {}  # autograd node of an output -> graph node
+        self.overwritten: dict[int, int] = {}  # a SAVE region modified another's output: node after -> node before
+        self.random: str | None = None
+        self.own_generators = False
+        self.readers: dict[int, str] = {}  # source -> who reads it first, once there is a plan
+        self._events: list[_Event] = []
+        self._aliases: list[_Alias] = []
+        self._spans: list[tuple[int, int]] = []  # autograd sequence numbers of SAVE regions
+        self._weak: dict[int, WeakStorage] = {}
+
+    # --- Recording
+
+    def add(self, kind: int, reads: tuple[int, ...], detail: Any) -> int:
+        """Append a node; returns its index."""
+        self.nodes.append(Node(kind, reads, detail))
+        return len(self.nodes) - 1
+
+    def own(self, tensor: Tensor, node: int, *, overwrite: bool) -> None:
+        """``node`` is the last writer of the storages under ``tensor``, if they have none yet or ``overwrite``."""
+        for storage in storages_of(tensor):
+            key = storage._cdata
+            if overwrite or key not in self.writer:
+                self.writer[key] = node
+            if key not in self._weak:
+                self._weak[key] = WeakStorage(storage)
+
+    def source(self, key: int) -> int:
+        """The last writer of a storage; a new node for one that was there before the body."""
+        node = self.writer.get(key)
+        if node is None:
+            node = self.writer[key] = self.add(EXTERNAL, (), key)
+        return node
+
+    def sources(self, keys: list[int]) -> tuple[int, ...]:
+        """The last writers of several, each once."""
+        return tuple({self.source(key): None for key in keys})
+
+    def saved(self, slot: weakref.ref[Slot], tensor: Tensor, position: int) -> None:
+        """Backward needs ``tensor`` in ``slot``, at ``position`` of the nodes."""
+        for key in storage_keys(tensor) or (None,):
+            node = None if key is None else self.writer.get(key)
+            self._events.append(_Event(slot, node, position, key, _number()))
+
+    def is_saved(self, key: int) -> bool:
+        """Whether a living slot of recomputed code lies in the storage."""
+        return any(event.storage == key and event.slot() is not None for event in self._events)
+
+    def is_operation(self, key: int) -> bool:
+        """Whether an operation of recomputed code wrote the storage last."""
+        node = self.writer.get(key)
+        return node is not None and self.nodes[node].kind == OP
+
+    def input(self, index: int, leaf: Tensor) -> None:
+        """Leaf ``index`` of the checkpoint's arguments."""
+        for node in {self.writer[key] for key in storage_keys(leaf) if key in self.writer}:
+            self.nodes[node].detail.append(index)  # chunks of one tensor, say: read one, keep all, at no cost
+        self.own(leaf, self.add(INPUT, (), [index]), overwrite=False)
+
+    def external_write(self, key: int, tensor: Tensor, where: str) -> None:
+        """Recomputed code is about to modify ``tensor``; of interest if it was there before the body."""
+        node = self.writer.get(key)
+        if key not in self.external_writes and (node is None or self.nodes[node].kind == EXTERNAL):
+            try:
+                self.external_writes[key] = (tensor, tensor._version, where)
+            except RuntimeError:  # an inference tensor
+                return
+
+    def declare(self, tensor: Tensor) -> None:
+        """Every output of SAVE regions on the storage of ``tensor`` is to be persisted."""
+        for key in storage_keys(tensor):
+            node = self.writer.get(key)
+            if node is not None and self.nodes[node].kind == OUTPUT:
+                self.declared.add(self.nodes[node].detail)
+            self.declared.update(self.nodes[alias.node].detail for alias in self._aliases if alias.storage == key)
+
+    def changed(self, region: int, argument: int, tensor: Tensor) -> None:
+        """A SAVE region has modified leaf ``argument`` of its arguments in place."""
+        detail = (region, -1 - argument)
+        for key in storage_keys(tensor):
+            before = self.writer.get(key)
+            replaced = before is not None and self.nodes[before].kind == OUTPUT and fills_its_memory(tensor)
+            # Replay writes the change into its own argument, which must have data for that.
+            node = self.add(OUTPUT, () if before is None or replaced else (before,), detail)
+            if before is not None and replaced:
+                self.overwritten[node] = before
+            elif before is None or self.nodes[before].kind != INPUT:
+                self.declared.add(detail)
+            if self.is_saved(key):
+                self.declared.add(detail)  # replay must notice, as eager does
+            self.own(tensor, node, overwrite=True)
+            self.writes.append((node, key))
+
+    def stale(self, key: int, region: str) -> None:
+        """A SAVE region has modified a storage that it captured."""
+        if self.nodes[self.writer[key]].kind != EXTERNAL:
+            self.writer[key] = self.add(STALE, (self.writer[key],), region)
+
+    def returned(self, region: int, position: int, leaf: Tensor, *, persisted: bool) -> None:
+        """A SAVE region has returned ``leaf``; ``persisted`` if only the tape could give it back."""
+        keys = self.output_keys[region, position] = set(storage_keys(leaf))
+        for key in keys:
+            before = self.writer.get(key)
+            if before is None:
+                node = self.add(OUTPUT, (), (region, position))
+                self.own(leaf, node, overwrite=True)
+            elif persisted and (self.nodes[before].kind != OUTPUT or self.nodes[before].detail[0] != region):
+                node = self.add(OUTPUT, (), (region, position))
+                self._aliases.append(_Alias(node, key, before))
+            else:
+                continue
+            if leaf.grad_fn is not None:
+                self.makers[leaf.grad_fn.name(), leaf.grad_fn._sequence_nr()] = node
+
+    def region_starts(self) -> None:
+        """A SAVE region starts."""
+        self._spans.append((_number(), -1))
+
+    def region_ends(self) -> None:
+        """The SAVE region that started last has ended."""
+        self._spans[-1] = (self._spans[-1][0], _number())
+
+    def read_so_far(self) -> set[tuple[int, int]]:
+        """(region, leaf) of the SAVE outputs that recomputed code has read by now."""
+        reads = {read for node in self.nodes if node.kind == OP for read in node.reads}
+        return {self.nodes[read].detail for read in reads if self.nodes[read].kind == OUTPUT}
+
+    # --- What was learned
+
+    def plan(self, function: Any, outputs: list[Any], early_stop: bool) -> Plan:
+        """The plan for the path just observed. Raises ``ModifiedError`` for what no replay can reproduce."""
+        alive = [event for event in self._events if event.slot() is not None]
+        last = max((event.position for event in alive), default=-1)
+        saved = {event.storage for event in alive}
+        to_end = any(node >= last and key in saved for node, key in self.writes)
+        end = max((event.number for event in alive), default=0)
+        if alive and (to_end or not early_stop):
+            last, end = len(self.nodes), _NO_END
+        saves = [event.node for event in alive if event.node is not None]
+        roots = [root for root in self.roots if root < last]
+        needed = self._slice(saves + roots)
+        self._join_functions(outputs, end, needed)
+        self._add_aliases(alive, needed)
+        writing = {node for node, _ in self.writes}
+        self._check(needed, self._slice(saves + [root for root in roots if root not in writing]))
+        keep: dict[int, set[int]] = {}
+        inputs: set[int] = set()
+        for node in needed:
+            kind, _, detail = self.nodes[node]
+            if kind == OUTPUT:
+                keep.setdefault(detail[0], set()).add(detail[1])
+            elif kind == INPUT:
+                inputs.update(detail)
+        for region_index, position in self.declared:
+            if not alive and position >= 0:
+                continue  # what a region changed is kept all the same: another path after it may read it
+            keep.setdefault(region_index, set()).add(position)
+        shells = self._shells(needed, keep)
+        steps = tuple(
+            self._step(index, region, keep.get(index, set()), shells.get(index, set()))
+            for index, region in enumerate(self.tape.order)
+        )
+        wanted = {self.nodes[node].detail for node in needed if self.nodes[node].kind == EXTERNAL}
+        wanted -= set(self.external_writes)  # a counter of the body's own changes with every call
+        found = (
+            externals.find(function, lambda tensor: any(key in wanted for key in storage_keys(tensor)))
+            if wanted
+            else ()
+        )
+        return Plan(steps, len(self.tape.slots), frozenset(inputs), to_end, self.random, self.own_generators, found)
+
+    def check_replay(self, slots: list[Slot], changed: list[tuple[str, Any]]) -> None:
+        """Refuse what the replay just observed has read and should not have: what is no longer as forward left it.
+
+        ``slots`` are those that it has filled, ``changed`` what was modified or replaced since forward, with names.
+        """
+        saves = [self.writer[key] for slot in slots for key in _keys_in(slot) if key in self.writer]
+        writing = {node for node, _ in self.writes}
+        values = self._slice(saves + [root for root in self.roots if root not in writing])
+        self._check(values, values)
+        read = {self.nodes[node].detail for node in values if self.nodes[node].kind == EXTERNAL}
+        read -= set(self.external_writes)
+        for name, tensor in changed:
+            if isinstance(tensor, Tensor) and not read.isdisjoint(storage_keys(tensor)):
+                raise externals.changed(self.tape.name, name)
+
+    def _shells(self, needed: set[int], keep: dict[int, set[int]]) -> dict[int, set[int]]:
+        """Outputs that nobody reads before another SAVE region overwrites them, where that region's version is needed.
+
+        Replay must have a tensor to write into. They share memory with the later version: keeping them is free.
+        """
+        shells: dict[int, set[int]] = {}
+        for after in sorted(self.overwritten, reverse=True):
+            before = self.overwritten[after]
+            if self.nodes[after].detail[1] in keep.get(self.nodes[after].detail[0], ()) and before not in needed:
+                region_index, position = self.nodes[before].detail
+                sharing = self._with_siblings(region_index, self.tape.order[region_index], {position})
+                keep.setdefault(region_index, set()).update(sharing)
+                if len(sharing) == 1:  # otherwise the part that is not overwritten may be read through another one
+                    shells.setdefault(region_index, set()).add(position)
+        return shells
+
+    def _step(self, index: int, region: Region, keep: set[int], shells: set[int]) -> Step:
+        shared = self._with_siblings(index, region, keep)
+        changed = dict(region.changed)
+        named = {
+            self.nodes[node].detail: label for node, label in self.readers.items() if self.nodes[node].kind == OUTPUT
+        }
+        return Step(
+            region.name,
+            region.recompute,
+            region.slots_before,
+            frozenset(shared),
+            frozenset(
+                position
+                for position in shared - shells
+                if (region.outputs[position] if position >= 0 else changed[-1 - position]).cloned
+            ),
+            frozenset(shells),
+            frozenset(changed),
+            frozenset(self._free(index, region, shared)),
+            frozenset(self.rebuild_arguments.get(index, ())),
+            tuple((position, named[index, position]) for position in sorted(keep) if (index, position) in named),
+        )
+
+    def _with_siblings(self, index: int, region: Region, keep: set[int]) -> set[int]:
+        """``keep`` and the outputs on the same storages, which cost nothing more."""
+        wanted = {position for position in keep if position >= 0}
+        kept = set().union(*[self.output_keys.get((index, position), ()) for position in wanted])
+        siblings = {
+            position
+            for position, output in enumerate(region.outputs)
+            if output.kind is OutputKind.KEPT and not kept.isdisjoint(self.output_keys.get((index, position), ()))
+        }
+        return keep | siblings
+
+    def _free(self, index: int, region: Region, keep: set[int]) -> set[int]:
+        """Outputs in memory that the region's own saves keep."""
+        saved = self.kept.get(index, set())
+        return {
+            position
+            for position, output in enumerate(region.outputs)
+            if output.kind is OutputKind.KEPT and position not in keep and not output.cloned
+            if (keys := self.output_keys.get((index, position))) and saved.issuperset(keys)
+        }
+
+    def _slice(self, starts: list[int]) -> set[int]:
+        needed: set[int] = set()
+        pending = sorted(set(starts), reverse=True)
+        while pending:
+            node = pending.pop()
+            if node in needed:
+                continue
+            needed.add(node)
+            for read in self.nodes[node].reads:
+                self.readers.setdefault(read, self.nodes[node].detail)
+                pending.append(read)
+        return needed
+
+    def _join_functions(self, outputs: list[Any], end: int, needed: set[int]) -> None:
+        """Add what custom autograd Functions of recomputed code read; the dispatcher may not have seen it.
+
+        Those behind ``end``, the last save, are not run again.
+        """
+        if not self.makers:
+            return
+        first = self.tape.first_sequence_nr
+        seen: set[Any] = set()
+        pending = [one.grad_fn for one in outputs if isinstance(one, Tensor) and one.grad_fn is not None]
+        while pending:
+            function = pending.pop()
+            if function in seen or function._sequence_nr() < first or function._sequence_nr() > 1 << 62:
+                continue
+            seen.add(function)
+            following = [edge for edge, _ in function.next_functions if edge is not None]
+            number = function._sequence_nr()
+            if (
+                number < end
+                and isinstance(function, torch.autograd.function.BackwardCFunction)
+                and not self._in_span(number)
+            ):
+                for edge in following:
+                    maker = self.makers.get((edge.name(), edge._sequence_nr()))
+                    if maker is not None and maker not in needed:
+                        needed.add(maker)
+                        self.readers.setdefault(maker, type(function).__name__.removesuffix("Backward"))
+            pending.extend(following)
+
+    def _in_span(self, number: int) -> bool:
+        return any(start <= number < end for start, end in self._spans)
+
+    def _add_aliases(self, alive: list[_Event], needed: set[int]) -> None:
+        """Which outputs in captured memory replay may read: any reader of the memory after the region may be one.
+
+        Only the tape can give them back, as tensors of their own: what is written to one would not show in the other.
+        """
+        for alias in self._aliases:
+            later = {node for node, key in self.writes if key == alias.storage and node > alias.node}
+            writers = {alias.before, *later}
+            reading = [node for node in needed if node > alias.node and not writers.isdisjoint(self.nodes[node].reads)]
+            saving = [event.position for event in alive if event.storage == alias.storage]
+            if reading:
+                self.readers.setdefault(alias.node, self.nodes[min(reading)].detail)
+            elif max(saving, default=0) <= alias.node:
+                continue
+            needed.add(alias.node)
+            if any(node not in later and not later.isdisjoint(self.nodes[node].reads) for node in reading) or (
+                later and max(saving, default=0) > min(later)
+            ):
+                name = self.tape.order[self.nodes[alias.node].detail[0]].name
+                raise ModifiedError(
+                    f"Region {display_name(self.tape.name, name)} (recompute=False) returns a view of a tensor that it "
+                    f"captured, and that memory is modified in place afterwards; replay skips the region, and the "
+                    f"change would show in one of the two only.\n"
+                    f"To fix: pass the tensor to the region as an argument, or return a .clone() of the view."
+                )
+
+    def _check(self, needed: set[int], values: set[int]) -> None:
+        """Refuse what replay could not reproduce. ``values`` are the nodes that backward's tensors are made from."""
+        for node in needed:
+            kind, _, detail = self.nodes[node]
+            if kind == STALE:
+                raise ModifiedError(
+                    f"Region {display_name(self.tape.name, detail)} (recompute=False) modifies in place a tensor that "
+                    f"it captured, and recomputed code reads that tensor afterwards; replay skips the region, so the "
+                    f"change would be missing.\n"
+                    f"To fix: pass the tensor to the region as an argument, work on a .clone() inside the region, or "
+                    f"mark it recompute=True."
+                )
+        if self.tape.hooks:
+            return  # the user carries state; what is modified outside the body is theirs to restore
+        for key, (tensor, version, where) in self.external_writes.items():
+            writers = {node for node, written in self.writes if written == key}
+            states = {*writers, *(node for node in values if self.nodes[node] == (EXTERNAL, (), key))}
+            read = any(node not in writers and not states.isdisjoint(self.nodes[node].reads) for node in values)
+            if read and tensor._version != version:
+                raise ModifiedError(
+                    f"Recomputed code of checkpoint {display_name(self.tape.name)} modifies a tensor from outside in "
+                    f"place ({where}) and reads it, too; a replay would read it as this call left it, modify it a "
+                    f"second time, and compute something else.\n"
+                    f"To fix: put that code in a region with recompute=False, or pass a state hook that restores the "
+                    f"tensor (recompute_state_hooks=...)."
+                )
