@@ -75,7 +75,7 @@ def _nodes_by_span(tape: Tape, nodes: list[Any], weights: Weights) -> dict[int, 
         seen.add(node)
         number = node._sequence_nr()
         if number >= _LEAF_NUMBER:
-            weights.note(node.variable)
+            weights.note_if_parameter(node.variable)
             continue
         if number < tape.first_sequence_nr:
             continue  # before the body

@@ -167,6 +167,6 @@ class Sampler:
             for slot in tape.living_slots():
                 if slot.tensor is not None:
                     for storage in storages_of(slot.tensor):
-                        if storage._cdata not in self._kept:
+                        if storage._cdata not in self._kept and storage._cdata not in self._weights:
                             self._rebuilt.add(storage, "")
             self._note_peaks()

@@ -27,16 +27,17 @@ class Weights:
         reference = self._storages.get(address)
         return reference is not None and not reference.expired()
 
-    def note(self, parameter: Tensor) -> None:
-        """`parameter` is one."""
-        for storage in storages_of(parameter):
-            if storage._cdata not in self:
-                self._storages[storage._cdata] = StorageWeakRef(storage)
+    def note_if_parameter(self, tensor: Tensor) -> None:
+        """Note the storages of `tensor`, if it is a parameter."""
+        if type(tensor) is Parameter or getattr(tensor, "_is_param", False):
+            for storage in storages_of(tensor):
+                if storage._cdata not in self:
+                    self._storages[storage._cdata] = StorageWeakRef(storage)
 
     def look_for_all(self) -> None:
         """Note every parameter of the process: one pass over the objects of the garbage collector."""
         things: list[Any] = gc.get_objects()
         kinds = {kind for kind in set(map(type, things)) if issubclass(kind, Tensor)}
         for thing in things:
-            if type(thing) in kinds and (type(thing) is Parameter or getattr(thing, "_is_param", False)):
-                self.note(thing)
+            if type(thing) in kinds:
+                self.note_if_parameter(thing)

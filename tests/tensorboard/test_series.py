@@ -1,0 +1,170 @@
+"""Lines, charts, picture and text of few ranks, of stages and of thousands."""
+
+import io
+import re
+
+import pytest
+from boards import GIB
+from PIL import Image
+
+from torch_remat_tensorboard.heatmap import columns_of, heatmap, rows_of
+from torch_remat_tensorboard.layout import layout_for
+from torch_remat_tensorboard.report import step_report
+from torch_remat_tensorboard.sample import Sample
+from torch_remat_tensorboard.series import METRICS, scalars, worst_first
+
+
+def gpu(rank, allocated, stage=None, **more):
+    return Sample(
+        rank=rank,
+        stage=stage,
+        seconds=2.0,
+        replay_seconds=0.5,
+        kept_bytes=(rank + 1) * GIB,
+        allocated_bytes=allocated * GIB,
+        reserved_bytes=(allocated + 1) * GIB,
+        capacity_bytes=80 * GIB,
+        regions=(("layers.*::attention.wo", rank * GIB), ("layers.*::inputs", GIB)),
+        **more,
+    )
+
+
+def host(rank, kept, resident):
+    return Sample(
+        rank=rank, kept_bytes=kept, resident_bytes=resident, capacity_bytes=100, regions=(("b::inputs", kept),)
+    )
+
+
+def patterns(layout):
+    found = {}
+    for category in layout.category:
+        for chart in category.chart:
+            tags = list(chart.multiline.tag)
+            for series in chart.margin.series:
+                tags += [series.value, series.lower, series.upper]
+            found[category.title, chart.title] = tags
+    return found
+
+
+def test_every_rank_has_a_line_in_gib_and_percent():
+    points = scalars([gpu(0, 20), gpu(1, 40)])
+    assert points["remat/allocated_gib/rank_1"] == 40
+    assert points["remat/allocated_percent/rank_1"] == 50
+    assert points["remat/kept_gib/rank_0"] == 1
+    assert points["remat/replay_percent/rank_0"] == 25
+    assert (points["remat/allocated_gib/min"], points["remat/allocated_gib/mean"]) == (20, 30)
+    assert points["remat/allocated_gib/max"] == 40
+    assert points["remat/worst_rank"] == 1
+    assert points["remat/region_gib/layers.*::inputs"] == 1
+    assert not any("resident" in tag or "stage" in tag for tag in points)
+
+
+def test_the_worst_rank_is_nearest_to_its_capacity_or_keeps_most():
+    assert [sample.rank for sample in worst_first([gpu(0, 30), gpu(1, 70), gpu(2, 30)])] == [1, 0, 2]
+    assert [sample.rank for sample in worst_first([host(0, 10, 50), host(1, 20, 5)])] == [1, 0]
+
+
+def test_stages_have_the_worst_of_their_ranks():
+    samples = [gpu(rank, 10 * (rank + 1), stage=rank // 2) for rank in range(4)]
+    points = scalars(samples)
+    assert (points["remat/allocated_gib/stage_0"], points["remat/allocated_gib/stage_1"]) == (20, 40)
+    titles = {category for category, _ in patterns(layout_for(samples))}
+    assert "Memory, worst rank of each stage" in titles
+    assert "(stage 1)" in step_report(3, samples)
+
+
+@pytest.mark.parametrize("ranks", [33, 4096])
+def test_many_ranks_are_the_worst_four_and_a_band(ranks):
+    samples = [gpu(rank, rank % 60, stage=rank % 8) for rank in range(ranks)]
+    points = scalars(samples)
+    assert not any("/rank_" in tag for tag in points)
+    assert [points[f"remat/allocated_gib/worst_{place}"] for place in (1, 2, 3, 4)] == sorted(
+        (sample.allocated_bytes / GIB for sample in samples), reverse=True
+    )[:4]
+    assert len(points) < 250  # whatever the number of ranks
+    assert len(rows_of(samples)) == 32
+    text = step_report(1, samples)
+    worst = worst_first(samples)[0].rank
+    assert f"rank {worst} (stage {worst % 8}) is the worst of {ranks}" in text
+    assert "Worst ranks: " in text
+    assert heatmap(samples)[1][1] < 1200
+
+
+def test_the_layout_has_every_line_and_only_lines_that_exist():
+    for samples in (
+        [gpu(0, 1)],
+        [gpu(0, 1), gpu(1, 2)],
+        [gpu(rank, 1, stage=rank % 2) for rank in range(40)],
+        [host(0, 1, 2)],
+    ):
+        tags, charts = set(scalars(samples)), patterns(layout_for(samples))
+        shown = set()
+        for title, wanted in charts.items():
+            for pattern in wanted:
+                matched = {tag for tag in tags if re.match(pattern, tag)}
+                assert matched, (title, pattern)
+                shown |= matched
+        unseen = {tag.removeprefix("remat/").partition("/")[0] for tag in tags - shown}
+        assert unseen <= {
+            "replay_ms",
+            "replay_percent",
+            "replays",
+            "step_ms",
+            "retries",
+            "out_of_memory",
+        }  # their bands
+
+
+def test_all_ranks_are_in_one_chart():
+    charts = patterns(layout_for([gpu(rank, 1) for rank in range(3)]))
+    assert charts["Memory, all ranks", "Kept by checkpoints after forward, GiB"] == [r"^remat/kept_gib/rank_\d+$"]
+    band = charts["Memory, smallest, mean and largest", "Kept by checkpoints after forward, % of capacity"]
+    assert band == [f"remat/kept_percent/{name}" for name in ("mean", "min", "max")]
+
+
+def test_metric_names_end_in_their_units():
+    units = ("_gib", "_percent", "_ms")
+    assert all(
+        metric.name.endswith(units) or metric.name in ("replays", "retries", "out_of_memory") for metric in METRICS
+    )
+
+
+def test_the_picture_has_a_row_per_rank_and_darker_cells_for_more():
+    samples = [gpu(0, 1), gpu(1, 1), gpu(4, 1)]
+    png, size = heatmap(samples)
+    image = Image.open(io.BytesIO(png))
+    assert image.format == "PNG"
+    assert image.size == size
+    columns = columns_of(samples)
+    assert columns == ["layers.*::attention.wo", "layers.*::inputs"]
+    width, height = size
+    corners = [image.getpixel((width - 2 * 84 - 2, height - 6 - 22 * (3 - row) + 2)) for row in range(3)]
+    brightness = [sum(pixel) for pixel in corners]
+    assert brightness[0] > brightness[1] > brightness[2]
+
+
+def test_a_picture_of_nothing_kept_can_be_drawn():
+    png, size = heatmap([Sample()])
+    assert Image.open(io.BytesIO(png)).size == size
+
+
+def test_the_text_names_the_worst_rank_and_its_largest_regions():
+    assert step_report(7, [gpu(0, 20, replays=4, retries=2), gpu(1, 10)]).splitlines() == [
+        "**Step 7: rank 0 is the worst of 2**",
+        "",
+        "| rank 0 | bytes | of capacity |",
+        "|---|---:|---:|",
+        "| kept by checkpoints after forward | 1.00 GiB | 1.2 % |",
+        "| rebuilt at the peak of replay | 0 B | 0.0 % |",
+        "| packed by hooks, offloaded | 0 B | 0.0 % |",
+        "| allocated on the device, peak | 20.00 GiB | 25.0 % |",
+        "| reserved by the allocator | 21.00 GiB | 26.2 % |",
+        "| capacity | 80.00 GiB | 100.0 % |",
+        "",
+        "4 replays took 500.0 ms of 2000.0 ms; 2 allocator retries, 0 out-of-memory events.",
+        "",
+        "| largest regions | kept | of what it keeps |",
+        "|---|---:|---:|",
+        "| `layers.*::attention.wo` | 0 B | 0.0 % |",
+        "| `layers.*::inputs` | 1.00 GiB | 100.0 % |",
+    ]
