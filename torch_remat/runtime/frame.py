@@ -16,7 +16,7 @@ __all__ = ["Frame", "current_frame", "duplicate_message", "is_recomputing", "qua
 
 
 class Frame:
-    """One pass over a body. Subclasses are the two passes; see ``forward.py`` and ``replay.py``."""
+    """One pass over a body. Subclasses are the two passes; see ``forward.py`` and ``replay_frame.py``."""
 
     replaying = False
     checkpoint_frame: Any = None
@@ -37,6 +37,14 @@ class Frame:
             raise DuplicateNameError(duplicate_message(self.tape.name, name, phase))
         self.names.add(name)
         return name
+
+    def free_name(self, name: str) -> str:
+        """``name``, or with ``#2`` and so on behind where this pass has had it."""
+        count, found = 1, name
+        while qualified(found) in self.names:
+            count += 1
+            found = f"{name}#{count}"
+        return found
 
     def inner_name(self, name: str) -> str:
         """The name of a checkpoint inside this one: as given, the second of its name with ``#2`` behind, and so on."""
