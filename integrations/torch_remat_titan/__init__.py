@@ -20,6 +20,7 @@ Importing this package imports neither torchtitan nor torch; its modules do:
 | `attention` | 0.3: torchtitan override, SDPA in place of FlexAttention | 0.3 |
 | `rows` | loss and gradient norm of each step with every digit | when asked to |
 | `text` | English text and a tokenizer made from the standard library, nothing downloaded | no |
+| `memory_dashboard` | option `memory_dashboard`: the job writes a run for TensorBoard | no |
 | `measure` | bytes kept after forward and replays of a model's blocks | no |
 | `pretrain` | 0.3: the main job, Llama 3 debug model, three configurations | 0.3 |
 """

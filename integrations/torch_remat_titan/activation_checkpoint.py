@@ -21,6 +21,7 @@ from torchtitan.tools.logging import logger
 from torchtitan.trainer import Trainer
 
 from torch_remat_titan.apply import apply_options, check_options, print_regions_and_exit
+from torch_remat_titan.memory_dashboard import watch_trainers
 from torch_remat_titan.options import SEVERAL, RematOptions
 from torch_remat_titan.presets import CORES
 
@@ -50,6 +51,9 @@ class RematAC(ActivationCheckpointing):
         list_regions: bool = False
         """Print the region names of the model and stop."""
 
+        memory_dashboard: str = ""
+        """Folder, below dump_folder, of a run for TensorBoard with every rank's memory."""
+
         # The host's default of True would promise what regions do differently: random state goes through state hooks.
         preserve_rng_state: bool = False
 
@@ -67,6 +71,8 @@ class RematAC(ActivationCheckpointing):
                 "To fix: leave debug=False."
             )
         self.options = RematOptions.collect(config)
+        if self.options.memory_dashboard:
+            watch_trainers()
         self._seen: WeakSet[nn.Module] = WeakSet()
 
     def apply(self, model: nn.Module) -> None:

@@ -36,6 +36,9 @@ class ActivationCheckpoint:
     list_regions: bool = False
     """remat: print the region names of the model and stop."""
 
+    memory_dashboard: str = ""
+    """remat: folder, below job.dump_folder, of a run for TensorBoard with every rank's memory."""
+
 
 @dataclass
 class JobConfig:

@@ -28,6 +28,7 @@ class RematOptions:
         determinism_check: as for `torch_remat.checkpoint`.
         state_hooks: `"module:name"` of state hooks, or of functions that make the hooks of a block from the block.
         list_regions: print the region names of the model and stop.
+        memory_dashboard: folder, below the job's own, of a run for TensorBoard with every rank's memory; or empty.
     """
 
     preset: str = ""
@@ -37,6 +38,7 @@ class RematOptions:
     determinism_check: str = "default"
     state_hooks: tuple[str, ...] = ()
     list_regions: bool = False
+    memory_dashboard: str = ""
 
     def __post_init__(self) -> None:
         if self.preset and self.preset not in PRESETS:

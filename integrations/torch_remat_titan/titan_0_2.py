@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from torch_remat_titan.apply import apply_options, check_options, print_regions_and_exit
+from torch_remat_titan.memory_dashboard import watch_trainers
 from torch_remat_titan.options import MODE, RematOptions
 from torch_remat_titan.versions import UnsupportedHostError, host_series
 
@@ -69,6 +70,8 @@ class _Parallelize:
         parallel = _parallel(parallel_dims)
         if self.whole:
             _look_at_the_whole(model, options, parallel)
+        if options.memory_dashboard:
+            watch_trainers()
         report = apply_options(model, options, parallel)
         _logger().info("Applied activation checkpointing by torch_remat\n%s", report)
         with _switched_off(section):
