@@ -75,10 +75,10 @@ def eager_only(reason: str) -> Any:
     return mark
 
 
-def keep_dynamo_out(package: str, entry: types.CodeType) -> None:
+def keep_dynamo_out(package: str, *entries: types.CodeType) -> None:
     """Run the functions of the loaded modules of ``package`` as they are, where torch has a switch for that.
 
-    ``entry`` is where Dynamo may start: a compiled module whose ``forward`` is a checkpoint.
+    ``entries`` are where Dynamo may start: a compiled module whose ``forward`` is a checkpoint.
     """
     try:
         evaluator = importlib.import_module("torch._C._dynamo.eval_frame")
@@ -89,7 +89,7 @@ def keep_dynamo_out(package: str, entry: types.CodeType) -> None:
     for name, module in tuple(sys.modules.items()):
         if name == package or name.startswith(package + "."):
             for code in _codes(module, name):
-                if code is not entry:
+                if code not in entries:
                     set_strategy(code, skip_this_frame)
 
 

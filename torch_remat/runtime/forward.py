@@ -41,7 +41,7 @@ from torch_remat.runtime.hooks import (
 )
 from torch_remat.runtime.host_reads import HostReads
 from torch_remat.runtime.labels import profiling, wrapped
-from torch_remat.runtime.observe import Observer
+from torch_remat.runtime.observe import Observer, output_modified
 from torch_remat.runtime.placeholder import can_stand_in, meta_of
 from torch_remat.runtime.plan import Plan, Step, registry
 from torch_remat.runtime.region_outputs import SaveOutputs, note_address
@@ -425,12 +425,7 @@ class ForwardFrame(Frame):
             for output in persisted(record):
                 if not output.cloned and _modified(output):
                     self._forget()
-                    raise ModifiedError(
-                        f"An output of region {display_name(tape.name, record.name)} was modified in-place after the "
-                        f"region "
-                        f"returned it, and replay has to read it as it was.\n"
-                        f"To fix: modify a .clone() of it, or move the in-place operation into the region."
-                    )
+                    raise output_modified(tape, record)
 
 
 def run_forward(frame: ForwardFrame, function: Any, args: Any, kwargs: Any) -> Any:

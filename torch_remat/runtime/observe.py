@@ -24,9 +24,9 @@ from torch_remat.runtime.generators import HostRandom, covered, drawing, is_defa
 from torch_remat.runtime.placeholder import METADATA_ONLY, runs_without_data, user_line
 from torch_remat.runtime.plan import Plan
 from torch_remat.runtime.tape import Kept, Output, OutputKind, Region, Slot, Tape
-from torch_remat.runtime.tensors import private_copies, share_alike, storage_keys, tensors_in, written_by
+from torch_remat.runtime.tensors import private_copies, share_alike, storage_keys, tensors_in, together, written_by
 
-__all__ = ["Observer"]
+__all__ = ["Observer", "output_modified"]
 
 
 class Observer(TorchDispatchMode):
@@ -238,19 +238,23 @@ class Observer(TorchDispatchMode):
         """Outputs of one region that share memory do so in the copies, too."""
         by_region: dict[int, list[Output]] = {}
         for region, output in origins:
-            if output.kind is OutputKind.KEPT and output.unpack is None and not output.cloned:
+            if output.kind is OutputKind.KEPT and not output.cloned:
                 by_region.setdefault(region, []).append(output)
         for region, outputs in by_region.items():
             record = self._tape.order[region]
-            if not share_alike([output.data for output in outputs]):
+            tensors = [output.data for output in outputs]
+            waiting = [isinstance(output.unpack, tuple) for output in outputs]
+            if any(output.unpack is not None and not waits for output, waits in zip(outputs, waiting, strict=True)):
+                raise output_modified(self._tape, record)  # a hook has packed it
+            if not share_alike(tensors) or (any(waiting) and len(together(tensors)) < len(tensors)):
                 raise ModifiedError(
-                    f"Region {display_name(self._tape.name, record.name)} (recompute=False) has returned tensors of "
-                    f"different kinds in one memory, which is now modified in place; replay could not give them back "
-                    f"so that the change shows in each.\n"
+                    f"Region {display_name(self._tape.name, record.name)} (recompute=False) has returned tensors in "
+                    f"one memory, which is now modified in place; they are of different kinds or go through "
+                    f"saved_tensors_hooks one by one, so that replay could not make the change show in each.\n"
                     f"To fix: return a .clone() of one of them, or modify a .clone()."
                 )
             record.cloned = True
-            for output, copy in zip(outputs, private_copies([one.data for one in outputs]), strict=True):
+            for output, copy in zip(outputs, private_copies(tensors), strict=True):
                 output.data = copy
                 output.cloned = True
 
@@ -266,6 +270,15 @@ class Observer(TorchDispatchMode):
         self._check_host_random()
         changed = [found for seen in self._tape.externals for found in seen.all_changed()]
         self.graph.check_replay([slot for slot in self._tape.living_slots() if slot.tensor is not None], changed)
+
+
+def output_modified(tape: Tape, record: Region) -> ModifiedError:
+    """The error for a persisted output that was modified and that replay has to read as it was."""
+    return ModifiedError(
+        f"An output of region {display_name(tape.name, record.name)} was modified in-place after the region returned "
+        f"it, and replay has to read it as it was.\n"
+        f"To fix: modify a .clone() of it, or move the in-place operation into the region."
+    )
 
 
 def _shares(tensor: Tensor, keys: list[int]) -> bool:

@@ -271,7 +271,7 @@ class ReplayFrame(Frame):
             version, probe = output.version
             if not output.shell and probe is not None and version_of(probe) != version:
                 raise _modified(what, self.tape)
-            tensor = tensor.detach()
+            tensor = private_copy(tensor) if output.cloned else tensor.detach()
             if output.stride is not None and tensor.stride() != output.stride and tensor.layout is torch.strided:
                 tensor = laid_out(tensor, output.stride)
             _restore_version(tensor, output)
