@@ -88,3 +88,19 @@ def test_a_recipe(families, recipe):
         if block["checkpoint"]:
             assert {"attention.inner_attention", "attention.wo"} <= set(block["save"])
             assert any(name.startswith(("feed_forward", "moe.")) for name in block["save"])
+
+
+@pytest.mark.job
+def test_one_step_of_flux():
+    """Its trainer needs text encoders and images; the model computes without them."""
+    command = [sys.executable, str(Path(__file__).parent / "flux_on_cpu.py")]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=280, env=environment(CUDA_VISIBLE_DEVICES="")
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found.pop("nonzero")
+    blocks = ["single_blocks.1", "single_blocks.0", "double_blocks.1", "double_blocks.0"]
+    assert found == {
+        preset: {"same": True, "replayed": blocks} for preset in ("none", "attention", "matmuls", "communication")
+    }
