@@ -23,6 +23,7 @@ from torch_remat.diagnostics.rank_check import install as _check_ranks
 from torch_remat.diagnostics.trace import collect_trace, trace_scope
 from torch_remat.diagnostics.verify import verify_replay
 from torch_remat.policy import PolicyReport, RegionListing, apply_policy, available_regions
+from torch_remat.policy_calls import CheckpointForward, RegionCall
 from torch_remat.region import name_scope, recompute_needs_tensor, region, save_for_backward
 from torch_remat.runtime.dynamo import keep_dynamo_out
 from torch_remat.runtime.frame import is_recomputing
@@ -33,7 +34,7 @@ from torch_remat.runtime.state import RecomputeStateHook
 
 __version__ = "0.3.0"
 
-keep_dynamo_out(__name__, Checkpointed.__call__.__code__)
+keep_dynamo_out(__name__, *(kind.__call__.__code__ for kind in (Checkpointed, CheckpointForward, RegionCall)))
 _check_ranks()
 
 __all__ = [

@@ -21,12 +21,15 @@ from typing import Any
 from torch import nn
 
 from torch_remat.checkpoint import checkpoint
+from torch_remat.compile.trace import unguarded
+from torch_remat.compile.traced import traced_region
 from torch_remat.errors import UsageError
 from torch_remat.region import region
-from torch_remat.runtime.frame import current_frame, qualified
+from torch_remat.runtime.dynamo import tracing
+from torch_remat.runtime.frame import current_frame
 from torch_remat.runtime.state import RecomputeStateHook
 
-__all__ = ["StateHooks", "attach_checkpoint", "attach_region", "attached_name"]
+__all__ = ["CheckpointForward", "RegionCall", "StateHooks", "attach_checkpoint", "attach_region", "attached_name"]
 
 StateHooks = Iterable[RecomputeStateHook] | Callable[[nn.Module], Iterable[RecomputeStateHook]]
 """State hooks of checkpoints: for all of them, or made for each block when it is first called."""
@@ -57,6 +60,8 @@ class _Attached:
         if self._before is not None:
             return self._before
         module = self._owner()
+        if tracing():  # Dynamo makes no bound methods
+            return functools.partial(getattr(type(module), self._method), module)
         return types.MethodType(getattr(type(module), self._method), module)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Attached:
@@ -95,7 +100,7 @@ def _new(kind: type[_Attached]) -> _Attached:
     return kind.__new__(kind)
 
 
-class _RegionCall(_Attached):
+class RegionCall(_Attached):
     """``module(...)`` as a region."""
 
     _method = "_call_impl"
@@ -106,21 +111,22 @@ class _RegionCall(_Attached):
         self.recompute = recompute
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module as a region."""
+        if tracing():
+            name = unguarded("self", "name") or self.name
+            return traced_region(self._function(), name, self.recompute, args, kwargs, counted=True)
         name = self.name
         frame = current_frame.get()
         if frame is not None and not frame.inert:
             # A module that a body calls again: the calls are told apart by their order, which replay repeats.
-            count = 1
-            while qualified(name) in frame.names:
-                count += 1
-                name = f"{self.name}#{count}"
+            name = frame.free_name(name)
         return region(self._function(), name, recompute=self.recompute)(*args, **kwargs)
 
     def __repr__(self) -> str:
         return f"<region {self.name} ({'recompute' if self.recompute else 'save'})>"
 
 
-class _CheckpointForward(_Attached):
+class CheckpointForward(_Attached):
     """``module.forward(...)`` as a checkpoint."""
 
     _method = "forward"
@@ -136,6 +142,12 @@ class _CheckpointForward(_Attached):
         self._hooks: tuple[Any, ...] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run ``forward`` of the module as a checkpoint."""
+        if tracing():
+            hooks = self._state_hooks() if self._hooks is None else self._hooks  # kept for nobody: tracing is no call
+            name = unguarded("self", "name") or self.name
+            checkpointed = checkpoint(region_name=name, recompute_state_hooks=hooks, **self.options)
+            return checkpointed(self._function())(*args, **kwargs)
         body = functools.partial(_body, self._function(), self.policy)
         hooks = self._hooks
         if hooks is None:
@@ -169,7 +181,7 @@ def attach_region(module: nn.Module, name: str, *, recompute: bool) -> None:
         before = vars(module).get(attribute)
         if attribute == "_compiled_call_impl" and before is None:
             continue
-        call = _RegionCall(module, name, recompute)
+        call = RegionCall(module, name, recompute)
         call._before = before
         setattr(module, attribute, call)
 
@@ -178,7 +190,7 @@ def attach_checkpoint(
     module: nn.Module, name: str, policy: str, state_hooks: StateHooks, options: dict[str, Any]
 ) -> None:
     """Make every ``forward`` of ``module`` a checkpoint."""
-    call = _CheckpointForward(module, name, policy, state_hooks, options)
+    call = CheckpointForward(module, name, policy, state_hooks, options)
     call._before = vars(module).get("forward")
     module.forward = call
 

@@ -312,6 +312,23 @@ class TestRecompilation:
         assert names(graphs.forward).count("addmm") == 1
         assert "addmm" not in names(graphs.backward)
 
+    @pytest.mark.parametrize("where", ["made in forward", "made before"])
+    def test_names_of_what_runs_eagerly_are_its_own(self, x: Tensor, where: str) -> None:
+        """Where the graph breaks, blocks of one function and one shape have their own names."""
+
+        class Breaking(Named):
+            def body(self, t: Tensor) -> Tensor:
+                torch._dynamo.graph_break()
+                return super().body(t)
+
+        made = torch.nn.Sequential(Breaking(0, where), Breaking(1, where))
+        for one in made:
+            one.compile(backend="aot_eager")
+        for _ in range(2):
+            with remat.collect_trace() as trace:
+                made(x).sum().backward()
+            assert [line.strip() for line in trace.format().splitlines()[1:]] == ["linear.0: save", "linear.1: save"]
+
     def test_names_are_checked_though_nothing_depends_on_them(self, x: Tensor) -> None:
         for attribute, value in (("name", ""), ("region_name", ""), ("region_name", 3), ("name", 3)):
             block = Named(0, "made in forward")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable
+from types import FrameType
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -27,6 +28,7 @@ __all__ = [
     "claim",
     "enter_save",
     "enter_scope",
+    "free_name",
     "inner_name",
     "leave_save",
     "leave_scope",
@@ -104,8 +106,10 @@ def unguarded(variable: str, attribute: str | None = None) -> str | None:
     """The string in a variable of the traced function that calls this, or in an attribute of it; None for others.
 
     Dynamo does not learn that the graph depends on it. Blocks that differ by name only share what is compiled, which
-    carries the names of the first one.
+    carries the names of the first one. Only with ``fullgraph=True``, where no name is given to anything that runs.
     """
+    if not _one_graph():
+        return None
     try:
         value = _caller().symbolic_locals[variable]
         value = value.unwrap() if hasattr(type(value), "unwrap") else value
@@ -121,10 +125,10 @@ def unguarded(variable: str, attribute: str | None = None) -> str | None:
 
 def _caller() -> Any:
     """Dynamo's object for the function that it is in, which may be inlined."""
-    frame = sys._getframe(2)
-    while "tx" not in frame.f_locals:
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and "tx" not in frame.f_locals:
         frame = frame.f_back
-    return frame.f_locals["tx"]
+    return None if frame is None else frame.f_locals["tx"]
 
 
 @while_tracing
@@ -155,6 +159,19 @@ def claim(name: str) -> str | None:
         return duplicate_message(state.name, name, "forward")
     state.names.add(name)
     return None
+
+
+@while_tracing
+def free_name(name: str) -> str:
+    """``name``, or with ``#2`` and so on behind where this checkpoint has had it."""
+    state = _checkpoint()
+    if state is None:
+        return name
+    count, found = 1, name
+    while _qualified(found) in state.names:
+        count += 1
+        found = f"{name}#{count}"
+    return found
 
 
 @while_tracing
@@ -202,17 +219,21 @@ def leave_scope(entered: bool) -> None:
         state.scopes.pop()
 
 
-@while_tracing
-def one_graph() -> bool:
-    """Whether the user asked for one graph (``fullgraph=True``): then nothing may leave it."""
+def _one_graph() -> bool:
     translator = _translator()
     return bool(getattr(translator, "one_graph", False) or getattr(translator, "error_on_graph_break", False))
 
 
 @while_tracing
+def one_graph() -> bool:
+    """Whether the user asked for one graph (``fullgraph=True``): then nothing may leave it."""
+    return _one_graph()
+
+
+@while_tracing
 def cannot_break(name: str) -> bool:
     """Whether a SAVE region must stay in a compiled part of an eager checkpoint, which recomputes it; warns if so."""
-    if not one_graph():
+    if not _one_graph():
         return False
     frame = current_frame.get()
     where = display_name(None if frame is None else frame.tape.name, _qualified(name))

@@ -57,15 +57,17 @@ def traced_checkpoint(call: Any, options: Any, function: Any, args: Any, kwargs:
     return torch_checkpoint(body, use_reentrant=False, context_fn=contexts)
 
 
-def traced_region(function: Any, name: str, recompute: bool, args: Any, kwargs: Any) -> Any:
-    """A call of a region in code that is traced."""
+def traced_region(function: Any, name: str, recompute: bool, args: Any, kwargs: Any, *, counted: bool = False) -> Any:
+    """A call of a region in code that is traced; ``counted`` names are told apart where a body has them again."""
     where = trace.around()
     if where in (trace.NOWHERE, trace.UNKNOWN):
         if recompute or not _in_eager_checkpoint() or trace.cannot_break(name):
             return function(*args, **kwargs)
-        return _leaves_the_graph(function, name, args, kwargs)
+        return _leaves_the_graph(function, name, counted, args, kwargs)
     if where == trace.INERT:
         return function(*args, **kwargs)
+    if counted:
+        name = trace.free_name(name)
     problem = trace.claim(name)
     if problem is not None:
         raise DuplicateNameError(problem)
@@ -128,6 +130,8 @@ _joins_eagerly = _breaks(
     "a SAVE region in a compiled part of a checkpoint that is not compiled runs outside the graph, where it is not "
     "recomputed. To fix: compile around the checkpoint."
 )
-def _leaves_the_graph(function: Any, name: str, args: Any, kwargs: Any) -> Any:
+def _leaves_the_graph(function: Any, name: str, counted: bool, args: Any, kwargs: Any) -> Any:
     frame = current_frame.get()
-    return function(*args, **kwargs) if frame is None else frame.call_region(function, name, False, args, kwargs)
+    if frame is None:
+        return function(*args, **kwargs)
+    return frame.call_region(function, frame.free_name(name) if counted else name, False, args, kwargs)
