@@ -89,7 +89,7 @@ def test_p1_ddp_gradients_are_the_mean_of_the_ranks(run, device):
     assert_same_bits(total, got.numbers[1], atol=1e-12)
 
 
-def hsdp(run: str, device: torch.device, shape: tuple[int, int]) -> Measured:
+def hsdp(run: str, device: torch.device, shape: tuple[int, int], ready: Counter[str] | None = None) -> Measured:
     """One step of blocks that are replicated over the first dimension of ``shape`` and sharded over the second."""
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
     torch.manual_seed(0)
@@ -98,6 +98,9 @@ def hsdp(run: str, device: torch.device, shape: tuple[int, int]) -> Measured:
     fully_shard(model, mesh=mesh)
     if isinstance(model, FSDPModule):
         model.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
+    if ready is not None:
+        for name, parameter in model.named_parameters():
+            parameter.register_post_accumulate_grad_hook(lambda parameter, name=name: ready.update([name]))
 
     def step() -> tuple[Tensor, dict[str, Tensor | None]]:
         model.zero_grad()
@@ -112,8 +115,11 @@ def hsdp(run: str, device: torch.device, shape: tuple[int, int]) -> Measured:
 @pytest.mark.parametrize("shards", [1, 2])
 def test_p6_hsdp(run, shards, device):
     shape = (dist.get_world_size() // shards, shards)
-    expected, got = hsdp("none", device, shape), hsdp(run, device, shape)
+    ready: Counter[str] = Counter()
+    expected, got = hsdp("none", device, shape), hsdp(run, device, shape, ready)
     assert_same_bits(expected.numbers, got.numbers)
+    assert set(ready.values()) == {2}, "once per parameter and step"
+    assert len(ready) == len(expected.numbers[1])
     assert got.counts() == expected.counts()
     assert got.counts()["all_reduce"] == 1, "between the replicas, once for the unit"
     assert got.counts().get("reduce_scatter", 0) == (1 if shards > 1 else 0)
