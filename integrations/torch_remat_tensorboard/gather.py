@@ -22,6 +22,9 @@ from torch_remat_tensorboard.sample import SAMPLE_BYTES, Sample
 __all__ = ["Gather", "Gathered"]
 
 
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.14
+
+
 @dataclass(frozen=True)
 class Gathered:
     """The samples of all ranks of one step, in rank order; `time` is when the step ended, in seconds of the epoch."""
@@ -69,7 +72,7 @@ class Gather:
             return [Gathered(step, now, (sample,))]
         mine = torch.frombuffer(bytearray(sample.pack()), dtype=torch.uint8).to(self._device)
         received = torch.empty(self.ranks * SAMPLE_BYTES, dtype=torch.uint8, device=self._device)
-        dist.all_gather_into_tensor(received, mine, group=self._group)
+        _all_gather(received, mine, group=self._group)
         if not read:
             return []
         if self._device.type == "cpu":
