@@ -25,7 +25,8 @@ FLOOR_STAMP := .venv-floor/.installed-$(HASH)-$(FLOOR_TORCH)-$(FLOOR_TITAN)
 
 WORKERS ?= 2
 # Memory reports show what lives in the whole process: their tests, and the pages with their output, run without others.
-OTHER_TESTS := tests --ignore=tests/diagnostics --ignore=tests/docs -m "not job"
+REPORT_TESTS := tests/diagnostics tests/tensorboard
+OTHER_TESTS := tests --ignore=tests/diagnostics --ignore=tests/tensorboard --ignore=tests/docs -m "not job"
 export OMP_NUM_THREADS := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Modules are compiled when first imported: most of what is installed never is.
@@ -62,7 +63,7 @@ contracts: $(MAIN_STAMP)
 
 floor-tests: $(FLOOR_STAMP)
 	@echo "== tests on torch $(FLOOR_TORCH) and torchtitan $(FLOOR_TITAN)"
-	@.venv-floor/bin/python -m pytest -n $(WORKERS) --dist worksteal tests/diagnostics
+	@.venv-floor/bin/python -m pytest -n $(WORKERS) --dist worksteal $(REPORT_TESTS)
 	@.venv-floor/bin/python -m pytest -n $(WORKERS) --dist worksteal tests/docs
 	@.venv-floor/bin/python -m pytest -n $(WORKERS) --dist worksteal $(OTHER_TESTS)
 
@@ -72,7 +73,7 @@ multi-gpu-tests: $(MAIN_STAMP)
 
 main-tests: $(MAIN_STAMP)
 	@echo "== tests on the newest torch"
-	@.venv/bin/python -m pytest -n $(WORKERS) --dist worksteal tests/diagnostics
+	@.venv/bin/python -m pytest -n $(WORKERS) --dist worksteal $(REPORT_TESTS)
 	@.venv/bin/python -m pytest -n $(WORKERS) --dist worksteal tests/docs
 	@.venv/bin/python -m pytest -n $(WORKERS) --dist worksteal $(OTHER_TESTS)
 
@@ -87,7 +88,7 @@ $(FLOOR_STAMP): pyproject.toml
 	@test -n "$(PYTHON)" || { echo "No Python 3.11 or newer found. To fix: install one, or name it with make PYTHON=/path/to/python"; exit 2; }
 	@echo "== making .venv-floor (torch $(FLOOR_TORCH), torchtitan $(FLOOR_TITAN), test tools)"
 	@test -x .venv-floor/bin/python || $(PYTHON) -m venv .venv-floor
-	@.venv-floor/bin/python $(PIP_INSTALL) $(FLOOR_PIP_ARGS) 'torch==$(FLOOR_TORCH)' 'torchtitan==$(FLOOR_TITAN)' -e '.[test,titan]'
+	@.venv-floor/bin/python $(PIP_INSTALL) $(FLOOR_PIP_ARGS) 'torch==$(FLOOR_TORCH)' 'torchtitan==$(FLOOR_TITAN)' -e '.[test,titan,tensorboard]'
 	@rm -f .venv-floor/.installed-* && touch $@
 
 # Every torchtitan job of the documentation, on both versions; half an hour on two cores.
