@@ -20,7 +20,7 @@ from torch_remat.diagnostics.report import Report, count_of, format_bytes
 from torch_remat.diagnostics.storages import Annotate, Bill, StorageRow, Value, is_weight, row_lines, values_of
 from torch_remat.errors import display_name
 from torch_remat.runtime.frame import Frame
-from torch_remat.runtime.tape import Output, OutputKind, Region, Span, Spans, Tape
+from torch_remat.runtime.tape import Output, OutputKind, Packed, Region, Span, Spans, Tape
 
 __all__ = ["CheckpointMemory", "PackedMemory", "RegionMemory", "Survey", "checkpoint_memory", "survey_of"]
 
@@ -241,14 +241,13 @@ def _output_values(
     """Add persisted outputs to ``values``; returns how many are offloaded. ``rest``: held while observing only."""
     offloaded = 0
     for index, output in [*enumerate(record.outputs), *((-1 - leaf, output) for leaf, output in record.changed)]:
-        if output.kind is not OutputKind.KEPT or not isinstance(output.data, Tensor):
-            if output.kind is OutputKind.KEPT and callable(output.unpack):
-                offloaded += 1
-                packed.add(output.data)
+        if output.kind is not OutputKind.KEPT:
             continue
         if callable(output.unpack):
             offloaded += 1
-            packed.add(output.data)
+            packed.add_output(output.data)
+            continue
+        if not isinstance(output.data, Tensor):
             continue
         made = list(_of_output(index, output))
         saved = {_memory(value) for value in values}
@@ -293,6 +292,7 @@ class _Packed:
         self._tensors = 0
         self._sizes: dict[str, int] = {}
         self._seen: dict[int, Any] = {}
+        self._outputs: dict[int, Packed] = {}
 
     def add(self, payload: Any) -> None:
         """Count one payload; the tensors in it once each."""
@@ -304,6 +304,14 @@ class _Packed:
                     self._seen[storage._cdata] = storage
                     device = str(value.tensor.device)
                     self._sizes[device] = self._sizes.get(device, 0) + storage.nbytes()
+
+    def add_output(self, packed: Packed) -> None:
+        """Count what a persisted output is unpacked from, once for all outputs in it; a save's is counted there."""
+        if not packed.is_output:
+            self._tensors += 1
+        elif id(packed) not in self._outputs:
+            self._outputs[id(packed)] = packed
+            self.add(packed.payload)
 
     def report(self) -> PackedMemory:
         """The sum."""

@@ -14,6 +14,7 @@ Rules:
 from __future__ import annotations
 
 import copy
+import functools
 import sys
 import weakref
 from collections.abc import Mapping
@@ -37,7 +38,7 @@ from torch_remat.runtime.hooks import (
     pop_hooks,
     push_hooks,
     top_hooks,
-    unpack_shared,
+    unpack_within,
 )
 from torch_remat.runtime.host_reads import HostReads
 from torch_remat.runtime.labels import profiling, wrapped
@@ -51,6 +52,7 @@ from torch_remat.runtime.tape import (
     Kept,
     Output,
     OutputKind,
+    Packed,
     Region,
     Slot,
     Span,
@@ -61,6 +63,7 @@ from torch_remat.runtime.tape import (
 )
 from torch_remat.runtime.tensors import storage_keys
 from torch_remat.runtime.tree import flatten, is_container
+from torch_remat.runtime.views import SAME
 
 __all__ = ["ForwardFrame", "run_forward"]
 
@@ -269,13 +272,23 @@ class ForwardFrame(Frame):
         pair, context, saves = waiting
         tensor = output.data
         output.stride = stride_of(tensor)
-        shared = None if output.cloned or saves is None else saves.packed_twin(tensor)
-        if shared is not None:
-            output.data, output.unpack = shared, unpack_shared
-        else:
-            output.data = call_pack(pair, tensor, SavedTensorKind.SAVE_OUTPUT, context)
-            output.unpack = pair.unpack
+        found = None if output.cloned or saves is None else saves.packed_around(tensor)
+        if found is None:
+            payload = call_pack(pair, tensor, SavedTensorKind.SAVE_OUTPUT, context)
+            packed = Packed(payload, pair.unpack, None, (self.tape.name, None, 0))
+            packed.is_output = True
+            if saves is not None and not output.cloned:
+                saves.add_packed(tensor, packed)
+            found = packed, SAME
+        output.data, recipe = found
+        output.unpack = functools.partial(unpack_within, recipe)
         output.version = (output.version, None if output.cloned else version_probe(tensor))
+
+    def pack_outputs(self, outputs: list[Output]) -> None:
+        """Hand persisted outputs of one region to their hook pair; what contains others first, and those not at all."""
+        waiting = [output for output in outputs if isinstance(output.unpack, tuple)]
+        for output in sorted(waiting, key=lambda output: -output.data.numel()) if len(waiting) > 1 else waiting:
+            self.pack_output(output)
 
     def enter_checkpoint(self, hooks: tuple[Any, ...]) -> tuple[Any, ...]:
         """A checkpoint with these state hooks starts inside this body; returns what :meth:`leave_checkpoint` gets."""
@@ -293,9 +306,8 @@ class ForwardFrame(Frame):
         """A recomputed region is about to read these: pack those that SAVE regions made, in the order of the calls."""
         wanted = {key for leaf in _leaves_of(args, kwargs) if isinstance(leaf, Tensor) for key in storage_keys(leaf)}
         for region in self.tape.order:
-            for output in persisted(region):
-                if isinstance(output.unpack, tuple) and any(key in wanted for key in storage_keys(output.data)):
-                    self.pack_output(output)
+            waiting = [output for output in persisted(region) if isinstance(output.unpack, tuple)]
+            self.pack_outputs([one for one in waiting if any(key in wanted for key in storage_keys(one.data))])
 
     def declare(self, tensors: tuple[Tensor, ...]) -> None:
         """``recompute_needs_tensor`` in forward; a plan that fits has learned it."""
@@ -382,14 +394,12 @@ class ForwardFrame(Frame):
             tensor = output.data
             if position in step.keep or (isinstance(tensor, Tensor) and not can_stand_in(tensor)):
                 output.shell = position in step.shells
-                self.pack_output(output)
             elif isinstance(tensor, Tensor) and (output.unpack is None or isinstance(output.unpack, tuple)):
                 meta = meta_of(tensor)._replace(requires_grad=bool(output.meta))
                 if position in step.free:
                     note_address(record, position, tensor)
                 output.kind, output.data, output.meta, output.unpack = OutputKind.PLACEHOLDER, None, meta, None
-        for _, output in record.changed:
-            self.pack_output(output)
+        self.pack_outputs(persisted(record))
 
     def _keep_inputs(self, plan: Plan | None) -> None:
         tape = self.tape

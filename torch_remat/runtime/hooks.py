@@ -17,6 +17,8 @@ from torch import Tensor
 
 from torch_remat.errors import InvalidTypeError, UsageError
 from torch_remat.runtime.frame import current_frame
+from torch_remat.runtime.tensors import laid_out
+from torch_remat.runtime.views import SAME, make
 
 __all__ = [
     "HookPair",
@@ -32,7 +34,7 @@ __all__ = [
     "push_hooks",
     "saved_tensors_hooks",
     "top_hooks",
-    "unpack_shared",
+    "unpack_within",
 ]
 
 push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
@@ -100,10 +102,15 @@ def call_pack(pair: HookPair, tensor: Tensor, kind: SavedTensorKind, context: ob
         _info.reset(token)
 
 
-def unpack_shared(packed: Any) -> Any:
-    """Unpack for replay what a save has packed; the save finds it ready: the hook unpacks once in a backward."""
-    packed.ready = packed.unpack(packed.payload)
-    return packed.ready
+def unpack_within(recipe: Any, packed: Any) -> Any:
+    """Unpack for replay a tensor of which an output is a view, made by ``recipe``; once for all that ask."""
+    if packed.ready is None:
+        packed.ready = packed.unpack(packed.payload)
+    whole = packed.ready
+    if recipe is SAME or not isinstance(whole, Tensor):
+        return whole
+    whole = whole.detach()
+    return make(whole if whole.stride() == recipe.base_stride else laid_out(whole, recipe.base_stride), recipe)
 
 
 def call_unpack(pair: HookPair, payload: Any, what: str) -> Tensor:

@@ -66,7 +66,10 @@ class SaveOutputs:
 
     def keep_changed(self, index: int, argument: Tensor) -> None:
         """Persist what the region left in leaf ``index`` of its arguments."""
-        self._record.changed.append((index, self._kept(argument, -1 - index)))
+        output = self._kept(argument, -1 - index)
+        self._record.changed.append((index, output))
+        if self._frame.observer is None:
+            self._frame.pack_output(output)
 
     def add_result(self, result: Any, arguments: list[Any]) -> list[Any]:
         """Record what the region returned; returns the leaves of ``result``."""
@@ -91,6 +94,8 @@ class SaveOutputs:
                 record.outputs.append(Output(OutputKind.REPEAT, first))
             else:
                 record.outputs.append(self._output(position, leaf, arguments))
+        if self._pair is not None and self._frame.observer is None:
+            self._frame.pack_outputs(record.outputs)
         return leaves
 
     def _output(self, position: int, leaf: Tensor, arguments: list[Any]) -> Output:
@@ -127,8 +132,6 @@ class SaveOutputs:
         if self._pair is not None:
             # type: ignore[assignment] - packed when a reader is known
             output.unpack = (self._pair, self._context, self._saves)
-            if self._frame.observer is None:
-                self._frame.pack_output(output)
         return output
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch_remat.runtime.hooks import HookPair, SavedTensorKind, call_pack
 from torch_remat.runtime.plan import Step
 from torch_remat.runtime.tape import Kept, Packed, Region, Slot, WeakStorage, version_of, version_probe
-from torch_remat.runtime.views import SAME, Layout, layout_of, unmodified, within
+from torch_remat.runtime.views import SAME, Layout, Recipe, layout_of, unmodified, within
 
 if TYPE_CHECKING:
     from torch_remat.runtime.forward import ForwardFrame
@@ -51,7 +51,9 @@ class RegionSaves:
         self._saved = 0
         self._checkpoint = frame.tape.name
         self._record_name = record.name
-        self._packed: list[tuple[Any, Packed, WeakStorage]] = []  # geometry, payload, identity of the storage
+        self._packed: list[
+            tuple[Any, int, Packed, WeakStorage]
+        ] = []  # layout, version, payload, the storage's identity
         self._targets = [
             (index, leaf, versions[index])
             for index, leaf in enumerate(leaves)
@@ -100,8 +102,7 @@ class RegionSaves:
         detached = tensor.detach()
         payload = call_pack(self._pair, detached, SavedTensorKind.BACKWARD, self._pair.capture())
         packed = Packed(payload, self._pair.unpack, version_probe(tensor), label)
-        if type(tensor) in _PLAIN:
-            self._packed.append((_geometry(detached), packed, WeakStorage(detached.untyped_storage())))
+        self.add_packed(detached, packed)
         return packed
 
     def close(self) -> None:
@@ -131,12 +132,20 @@ class RegionSaves:
                 return reference if kept.tensor.dtype is tensor.dtype else None
         return None
 
-    def packed_twin(self, tensor: Tensor) -> Packed | None:
-        """The payload of a save with the same memory and geometry as ``tensor``, if this region packed one."""
-        if type(tensor) not in _PLAIN:
-            return None
-        wanted = _geometry(tensor)
-        return next((packed for geometry, packed, _ in self._packed if geometry == wanted), None)
+    def add_packed(self, tensor: Tensor, packed: Packed) -> None:
+        """``packed`` is the payload for ``tensor``; outputs in its memory need none of their own."""
+        layout = layout_of(tensor) if type(tensor) in _PLAIN else None
+        if layout is not None:
+            self._packed.append((layout, version_of(tensor), packed, WeakStorage(tensor.untyped_storage())))
+
+    def packed_around(self, tensor: Tensor) -> tuple[Packed, Recipe] | None:
+        """The payload of a tensor inside whose memory ``tensor`` lies, if there is one, and how to make it from that."""
+        mine = layout_of(tensor) if type(tensor) in _PLAIN else None
+        for layout, version, packed, _ in self._packed if mine is not None else ():
+            recipe = within(mine, layout) if version == version_of(tensor) else None
+            if recipe is not None:
+                return packed, recipe
+        return None
 
     def _find(self, tensor: Tensor) -> tuple[int, Tensor, Any] | None:
         """The argument whose memory ``tensor`` lies in, and how to make it from that: rule 2."""
@@ -167,9 +176,3 @@ class RegionSaves:
             made = id(argument) not in self._frame.input_ids
             self._observer.rebuild(reference, self._index, index if made else None, argument)
         return slot
-
-
-def _geometry(tensor: Tensor) -> Any:
-    """What two tensors with the same memory, layout and contents have in common."""
-    where = (tensor.untyped_storage()._cdata, tensor.storage_offset(), version_of(tensor))
-    return where, tensor.shape, tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg()

@@ -22,7 +22,7 @@ from torch_remat.runtime.graft import as_result
 from torch_remat.runtime.labels import profiling, wrapped
 from torch_remat.runtime.placeholder import Meta, Origin, is_placeholder
 from torch_remat.runtime.rerun import rerun
-from torch_remat.runtime.tape import Output, OutputKind, Region, Slot, Tape, version_of
+from torch_remat.runtime.tape import Output, OutputKind, Packed, Region, Slot, Tape, version_of
 from torch_remat.runtime.tensors import copied_as_one, laid_out, private_copy, together, views_like
 from torch_remat.runtime.tree import LEAF, flatten, unflatten
 from torch_remat.runtime.views import make
@@ -58,6 +58,7 @@ class ReplayFrame(Frame):
         )
         self.leaves: dict[int, Tensor] = {}  # handed out: leaves here, for speed, that need not be leaves in forward
         self._copies: dict[int, Tensor] = {}  # of outputs that the body modifies in place, by identity
+        self._unpacked: list[Packed] = []  # for the outputs of the region that is being skipped
         self.drew = False  # a watched replay has drawn random numbers
         self._inner = 0
         self._wraps = bool(events.region_called.listeners) or profiling()
@@ -160,6 +161,9 @@ class ReplayFrame(Frame):
         for position, output in enumerate(record.outputs):
             made = again.get(position) if again else None
             leaves.append(self._serve(record, position, output, arguments, leaves) if made is None else made)
+        for packed in self._unpacked:
+            packed.ready = None
+        self._unpacked.clear()
         return unflatten(record.spec, leaves)
 
     def _change_again(self, record: Region, index: int, output: Output, arguments: list[Any]) -> Tensor:
@@ -264,6 +268,8 @@ class ReplayFrame(Frame):
             running.trigger_wait()  # nothing to do where forward has used it
         if output.unpack is not None:
             tensor = output.unpack(output.data)
+            if type(output.data) is Packed and output.data.is_output:
+                self._unpacked.append(output.data)
             if not isinstance(tensor, Tensor):
                 raise InvalidTypeError(
                     f"the unpack hook returned {type(tensor).__name__} for {what}, expected the tensor."

@@ -97,17 +97,20 @@ class Kept:
 
 
 class Packed:
-    """Payload of a save that a user's hook pair has packed.
+    """Payload of a save, or of a persisted output, that a user's hook pair has packed.
 
     ``probe`` is the version counter of the tensor.
     """
 
-    __slots__ = ("label", "payload", "probe", "ready", "unpack", "version")
+    __slots__ = ("is_output", "label", "payload", "probe", "ready", "unpack", "version")
 
     def __init__(self, payload: Any, unpack: Callable[[Any], Any], probe: Tensor | None, label: Any) -> None:
         self.payload = payload
         self.unpack = unpack
-        self.ready: Any = None  # unpacked for replay already, which reads the same value; until the save asks for it
+        # Unpacked for replay, which reads the same value: until the save asks for it; of an output, while the outputs
+        # of its region are handed out.
+        self.ready: Any = None
+        self.is_output = False
         self.probe = probe
         self.version = 0 if probe is None else probe._version
         self.label = label
