@@ -72,6 +72,36 @@ class TestP1OutputsInOneMemory:
         options = {"saved_tensors_hooks": (torch.clone, lambda tensor: tensor)}
         compare_or_refused(self._body(returns, "bare", 0), (x,), options=options, engine=engine)
 
+    @pytest.mark.parametrize(
+        ("returns", "shapes"),
+        [
+            (lambda z: (z, z.t()), [(6, 6)]),
+            (lambda z: (z.t(), z), [(6, 6)]),
+            (lambda z: (z[1:], z), [(6, 6)]),
+            (lambda z: (z, z.view_as(z)), [(6, 6)]),
+            (lambda z: (z[:3], z[3:]), [(3, 6), (3, 6)]),
+            (lambda z: (z[1:], z[2:4], z), [(6, 6)]),
+        ],
+    )
+    def test_p3_packed_once(
+        self, engine: EagerEngine, x: Tensor, returns: Callable[[Tensor], tuple[Tensor, ...]], shapes: list[Any]
+    ) -> None:
+        """A hook pair gets the tensor that contains the others."""
+        packed: list[Any] = []
+
+        def pack(tensor: Tensor) -> Tensor:
+            if remat.current_saved_tensor_info().kind is remat.SavedTensorKind.SAVE_OUTPUT:
+                packed.append(tuple(tensor.shape))
+            return tensor.clone()
+
+        def body(x: Tensor) -> Tensor:
+            tensors = save(lambda x: returns(x @ WEIGHT), "make")(torch.sin(x))
+            return torch.stack([torch.exp(torch.cos(one)).sum() for one in tensors]).sum() * x
+
+        options = {"saved_tensors_hooks": (pack, lambda tensor: tensor)}
+        compare(body, (x,), options=options, engine=engine, calls=3)
+        assert packed == shapes * 3
+
     def test_p1_different_dtypes_are_refused(self, engine: EagerEngine, x: Tensor) -> None:
         """No copy could give back both."""
 

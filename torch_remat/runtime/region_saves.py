@@ -139,7 +139,7 @@ class RegionSaves:
             self._packed.append((layout, version_of(tensor), packed, WeakStorage(tensor.untyped_storage())))
 
     def packed_around(self, tensor: Tensor) -> tuple[Packed, Recipe] | None:
-        """The payload of a tensor inside whose memory ``tensor`` lies, if there is one, and how to make it from that."""
+        """The payload of a tensor in whose memory ``tensor`` lies, and how to make it from that; None without one."""
         mine = layout_of(tensor) if type(tensor) in _PLAIN else None
         for layout, version, packed, _ in self._packed if mine is not None else ():
             recipe = within(mine, layout) if version == version_of(tensor) else None
