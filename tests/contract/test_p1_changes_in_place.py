@@ -338,6 +338,18 @@ class TestP1ChangedInTheBody:
             else:
                 assert "block" in str(actual.error)
 
+    def test_p1_changed_input_that_only_a_save_region_reads(self, engine: EagerEngine, x: Tensor) -> None:
+        """Nothing has to be replayed, so nothing is refused: in the first call as in later ones."""
+
+        def body(t: Tensor) -> Tensor:
+            t.mul_(2)
+            return remat.region(torch.sin, "sine", recompute=False)(t)
+
+        call = engine.checkpoint(body)
+        expected = run_once(lambda t: body(t * 1), [x])
+        for index in range(3):
+            assert_same_run(expected, run_once(lambda t: call(t * 1), [x]), f"call {index}")
+
     def test_p1_error_for_a_changed_argument_comes_in_forward_and_names_the_region(
         self, engine: EagerEngine, x: Tensor
     ) -> None:

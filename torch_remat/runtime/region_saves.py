@@ -68,7 +68,7 @@ class RegionSaves:
         if self._pair is not None and id(leaf) in self._frame.input_ids:
             return True  # the pair has packed the input: hold no second copy
         if self._observer is not None:
-            return self._observer.is_recomputed(leaf)
+            return id(leaf) not in self._frame.input_ids and self._observer.is_recomputed(leaf)
         return step is not None and index in step.rebuild
 
     def pack(self, tensor: Tensor) -> Any:
