@@ -275,6 +275,25 @@ class TestP1Composition:
 
         same_or_refused(engine, step, must_work=True)
 
+    @pytest.mark.parametrize("hooks", [False, True])
+    @pytest.mark.parametrize("use_reentrant", [False, True])
+    @pytest.mark.parametrize("policy", ["S", "R"])
+    def test_p1_regions_in_a_torch_checkpoint_in_the_body(
+        self, engine: EagerEngine, x: Tensor, policy: str, use_reentrant: bool, hooks: bool
+    ) -> None:
+        """Torch's checkpoint runs the region again for itself, after our replay."""
+
+        def inner(t: Tensor) -> Tensor:
+            return torch.exp(under(policy, lambda t: torch.tanh(t) * torch.sigmoid(t), "inner")(torch.sin(t)))
+
+        def body(t: Tensor) -> Tensor:
+            hidden = remat.region(F.gelu, "gelu", recompute=False)(t * 2)
+            hidden = torch.utils.checkpoint.checkpoint(inner, hidden, use_reentrant=use_reentrant)
+            return torch.exp(remat.region(torch.cos, "cos", recompute=False)(torch.exp(hidden)))
+
+        options: dict[str, Any] = {"saved_tensors_hooks": (torch.clone, lambda tensor: tensor)} if hooks else {}
+        compare(body, (x.detach().requires_grad_(),), options=options, engine=engine)
+
     def test_p1_grad_enabled_inside_no_grad(self, engine: EagerEngine, x: Tensor) -> None:
         """Under ambient no_grad the body is a plain function; a graph that it builds is an ordinary one."""
 

@@ -37,6 +37,7 @@ from torch_remat.runtime.hooks import (
     native_pair,
     pop_hooks,
     push_hooks,
+    recomputes,
     top_hooks,
     unpack_within,
 )
@@ -205,11 +206,13 @@ class ForwardFrame(Frame):
         observer = self.observer
         top = top_hooks()
         ours_on_top = top is not None and top[0] is self.hook
-        pair = inner_pair(self.pair) if ours_on_top or top is None else native_pair(top)
+        theirs = not ours_on_top and recomputes(top)  # will run the region again and needs its saves as they come
+        pair = None if theirs else inner_pair(self.pair) if ours_on_top or top is None else native_pair(top)
         saves: RegionSaves | None = None
         arguments = _leaves_of(args, kwargs)
         versions = [version_of(leaf) if isinstance(leaf, Tensor) else -1 for leaf in arguments]
-        if pair is not None or observer is not None or (step is not None and step.rebuild) or not can_lift:
+        hooked = pair is not None or observer is not None or (step is not None and step.rebuild) or not can_lift
+        if hooked and not theirs:
             saves = RegionSaves(self, record, step, pair, arguments, versions)
         if self.tape.reruns is not None:
             record.outside = externals.locate(function, externals.find(function, lambda tensor: True))

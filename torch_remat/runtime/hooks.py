@@ -32,6 +32,7 @@ __all__ = [
     "native_pair",
     "pop_hooks",
     "push_hooks",
+    "recomputes",
     "saved_tensors_hooks",
     "top_hooks",
     "unpack_within",
@@ -194,6 +195,11 @@ def top_hooks() -> tuple[Any, Any] | None:
 def inner_pair(default: HookPair | None) -> HookPair | None:
     """The pair of ours that the body has entered, else ``default``."""
     return _inner_pair.get() or default
+
+
+def recomputes(top: tuple[Any, Any] | None) -> bool:
+    """Whether what :func:`top_hooks` returned belongs to a ``torch.utils.checkpoint``, which keeps nothing."""
+    return top is not None and getattr(top[0], "__module__", None) == "torch.utils.checkpoint"
 
 
 def native_pair(top: tuple[Any, Any] | None) -> HookPair | None:
