@@ -13,10 +13,15 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 from torch_remat.runtime.generators import GeneratorHook
 
-__all__ = ["SAVE_MARK", "contexts"]
+__all__ = ["CHECKPOINT_MARK", "REGION_MARK", "SAVE_MARK", "contexts", "is_view"]
 
+# Keys in ``node.meta["custom"]``.
 SAVE_MARK = "torch_remat_save"
-"""Key in ``node.meta["custom"]`` of what a SAVE region computes; the value is the region's name."""
+"""Of what a SAVE region computes; the value is the region's name, with that of the checkpoint."""
+REGION_MARK = "torch_remat_region"
+"""Of what a region computes; the value is its name without that of the checkpoint."""
+CHECKPOINT_MARK = "torch_remat_checkpoint"
+"""Of what a checkpoint computes; the value is its number in the graph, a colon and its name."""
 
 
 def contexts() -> Any:
@@ -81,13 +86,14 @@ def _policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> Checkpoi
     marks = traceback.current_meta.get("custom")
     if marks and SAVE_MARK in marks:
         # A view costs nothing to make again, and kept it would pin what it is a view of.
-        return CheckpointPolicy.PREFER_RECOMPUTE if _is_view(operation) else CheckpointPolicy.MUST_SAVE
+        return CheckpointPolicy.PREFER_RECOMPUTE if is_view(operation) else CheckpointPolicy.MUST_SAVE
     if _draws(operation, args, kwargs) and not _draws_the_same_again(operation):
         return CheckpointPolicy.MUST_SAVE
     return CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def _is_view(operation: Any) -> bool:
+def is_view(operation: Any) -> bool:
+    """Whether the operation makes no memory of its own."""
     if not isinstance(operation, torch._ops.OpOverload):
         return False
     if operation is torch.ops.aten._unsafe_view.default:

@@ -32,7 +32,9 @@ __all__ = [
     "inner_name",
     "leave_save",
     "leave_scope",
+    "numbered",
     "one_graph",
+    "scoped",
     "unguarded",
     "while_tracing",
 ]
@@ -62,6 +64,7 @@ class _Traced:
         self.saves = 0  # open SAVE regions
         self.names: set[str] = set()
         self.inner_checkpoints: dict[str, int] = {}
+        self.checkpoints = 0  # of the whole graph; known at its root
 
 
 _traced: WeakKeyDictionary[Any, _Traced] = WeakKeyDictionary()  # by tracer
@@ -146,6 +149,23 @@ def around() -> str:
 def begin(name: str | None) -> None:
     """The body of a checkpoint starts here."""
     _traced[_tracer()] = _Traced(name, is_checkpoint=True)
+
+
+@while_tracing
+def numbered(name: str | None) -> str:
+    """What marks the operations of a checkpoint that starts: its number in the graph, and its name."""
+    tracer = _tracer()
+    while tracer.parent is not None:
+        tracer = tracer.parent
+    state = _traced.setdefault(tracer, _Traced())
+    state.checkpoints += 1
+    return f"{state.checkpoints}:{name or ''}"
+
+
+@while_tracing
+def scoped(name: str) -> str:
+    """The name of a region with the open scopes."""
+    return _qualified(name)
 
 
 @while_tracing

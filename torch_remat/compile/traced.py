@@ -14,7 +14,7 @@ from torch.fx import traceback
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from torch_remat.compile import trace
-from torch_remat.compile.marks import SAVE_MARK, contexts
+from torch_remat.compile.marks import CHECKPOINT_MARK, REGION_MARK, SAVE_MARK, contexts
 from torch_remat.errors import DuplicateNameError
 from torch_remat.runtime.dynamo import eager_only, live
 from torch_remat.runtime.frame import current_frame
@@ -50,9 +50,12 @@ def traced_checkpoint(call: Any, options: Any, function: Any, args: Any, kwargs:
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
 
+    mark = trace.numbered(name)
+
     def body() -> Any:
         trace.begin(name)
-        return function(*args, **kwargs)
+        with traceback.annotate({CHECKPOINT_MARK: mark}):
+            return function(*args, **kwargs)
 
     return torch_checkpoint(body, use_reentrant=False, context_fn=contexts)
 
@@ -71,11 +74,13 @@ def traced_region(function: Any, name: str, recompute: bool, args: Any, kwargs: 
     problem = trace.claim(name)
     if problem is not None:
         raise DuplicateNameError(problem)
+    scoped_name = trace.scoped(name)
     if recompute:
-        return function(*args, **kwargs)
+        with traceback.annotate({REGION_MARK: scoped_name}):
+            return function(*args, **kwargs)
     full_name = trace.enter_save(name)
     try:
-        with traceback.annotate({SAVE_MARK: full_name}):
+        with traceback.annotate({REGION_MARK: scoped_name, SAVE_MARK: full_name}):
             return function(*args, **kwargs)
     finally:
         trace.leave_save()

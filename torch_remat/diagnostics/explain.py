@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
 from collections.abc import Callable
 from typing import Any, ParamSpec
 
+import torch
+
 from torch_remat.checkpoint import Checkpointed, checkpoint
+from torch_remat.diagnostics.compiled import WatchedGraphs
 from torch_remat.diagnostics.describing import Bill, Describer
 from torch_remat.diagnostics.explanation import CheckpointExplanation, Explanation
 from torch_remat.diagnostics.watching import Generators, RunsCheckpoints, Watching, WatchingRoot
@@ -28,7 +33,8 @@ def explain(function: Callable[P, Any], /, *args: P.args, **kwargs: P.kwargs) ->
 
     Args:
         function: a checkpointed function; a function or module that runs checkpoints (a whole model), each of which is
-            explained; or one that runs none, which is explained as the body of a checkpoint.
+            explained; or one that runs none, which is explained as the body of a checkpoint. Where ``torch.compile``
+            makes checkpoints part of a graph, what is kept is read off the graphs, partitioned as Inductor does.
         *args: what it is called with. What requires a gradient here decides what is kept, as in training.
         **kwargs: the same.
 
@@ -37,8 +43,8 @@ def explain(function: Callable[P, Any], /, *args: P.args, **kwargs: P.kwargs) ->
 
     The forward really runs, with gradients enabled: its side effects and collectives happen. Afterwards the random
     generators are where they were, no gradient has changed, nothing is kept alive, and later calls of the checkpoint do
-    what they would have done without. Of a plain function that runs checkpoints, what it does before the first of them
-    runs twice.
+    what they would have done without. A function that is no checkpoint may run a second time: what it does before its
+    first checkpoint, or, in a process that compiles, all of one that runs none.
 
     Raises:
         RuntimeError: called inside a checkpoint; or what the call itself raises where no replay can reproduce the body.
@@ -56,23 +62,50 @@ def explain(function: Callable[P, Any], /, *args: P.args, **kwargs: P.kwargs) ->
         )
     generators = Generators()
     try:
-        if not isinstance(function, Checkpointed):
-            name = getattr(function, "__qualname__", type(function).__qualname__)
-            try:
-                return _explained(checkpoint(region_name=name)(function), args, kwargs, generators, body=True)
-            except RunsCheckpoints:
-                generators.put_back()
-        return _explained(function, args, kwargs, generators, body=False)
+        if isinstance(function, Checkpointed):
+            return _explained(function, args, kwargs, generators)
+        if "torch._dynamo" in sys.modules:
+            explanation = _with_graphs(function, args, kwargs, generators)
+            if explanation.checkpoints:
+                return explanation
+            generators.put_back()
+        name = getattr(function, "__qualname__", type(function).__qualname__)
+        try:
+            return _explained(checkpoint(region_name=name)(function), args, kwargs, generators, body=True)
+        except RunsCheckpoints:
+            generators.put_back()
+        return _explained(function, args, kwargs, generators)
     finally:
         generators.put_back()
 
 
-def _explained(function: Any, args: Any, kwargs: Any, generators: Generators, body: bool) -> Explanation:
+def _with_graphs(function: Any, args: Any, kwargs: Any, generators: Generators) -> Explanation:
+    """Explain a function that may be compiled: it tells only when it runs whether there are checkpoints in it."""
+    try:
+        return _explained(function, args, kwargs, generators, graphs=True)
+    except torch._dynamo.exc.Unsupported:
+        generators.put_back()
+    return _explained(function, args, kwargs, generators, graphs=True, may_break=True)
+
+
+def _explained(
+    function: Any,
+    args: Any,
+    kwargs: Any,
+    generators: Generators,
+    *,
+    body: bool = False,
+    graphs: bool = False,
+    may_break: bool = False,
+) -> Explanation:
     found: list[CheckpointExplanation] = []
     bill = Bill()
+    watched = WatchedGraphs(found, bill)
 
     def describe(frame: ForwardFrame, observer: Watching, plan: Plan) -> None:
         found.append(Describer(frame, observer, plan, bill).checkpoint())
 
-    WatchingRoot(generators, describe, takes_checkpoints=not body).run(function, args, kwargs)
-    return Explanation(tuple(found), bill.total)
+    with watched.watching(may_break=may_break) if graphs else contextlib.nullcontext():
+        WatchingRoot(generators, describe, takes_checkpoints=not body).run(function, args, kwargs)
+    outside = tuple(watched.outside)
+    return Explanation(tuple(found), bill.total - sum(row.bytes for row in outside), outside)

@@ -27,7 +27,8 @@ class ExplainedTensor:
 
     Attributes:
         what: ``"input x"``, ``"output['gate']"``, ``"save 0"`` (what a SAVE region saves for its backward), ``"argument
-            0"`` (of a SAVE region, which saves it), ``"saved tensor"`` (of recomputed code).
+            0"`` (of a SAVE region, which saves it), ``"saved tensor"`` (of recomputed code); in a compiled graph the
+            operation that makes it, such as ``"mm"``, or ``"graph input"``.
         shape: in elements.
         dtype: such as ``"float32"``.
         bytes: of the storages under it that no earlier row has; what is kept, made again or not kept.
@@ -159,10 +160,12 @@ class Explanation:
     Attributes:
         checkpoints: one for each call of a checkpoint.
         kept_bytes: of all of them; a storage that several keep counts once.
+        outside: what compiled graphs that have checkpoints in them keep for their other code.
     """
 
     checkpoints: tuple[CheckpointExplanation, ...]
     kept_bytes: int
+    outside: tuple[ExplainedTensor, ...] = ()
 
     def format(self) -> str:
         """The explanation as text; checkpoints in a row that differ by name only are shown once."""
@@ -175,6 +178,10 @@ class Explanation:
             title = names[0] if len(names) == 1 else f"{names[0]} ... {names[-1]} ({len(names)} alike, each)"
             first, *rest = alike[0]._lines()
             lines += [f"{title}: {first}", *rest]
+        if self.outside:
+            total = sum(row.bytes for row in self.outside)
+            lines.append(f"code of graphs outside checkpoints: keeps {total:,} bytes")
+            lines += [f"  kept: {row._line()}" for row in self.outside]
         return "\n".join(lines)
 
     def __str__(self) -> str:
