@@ -22,7 +22,17 @@ from torch_remat_titan.versions import host_series  # noqa: E402
 
 
 def attention(
-    q, k, v, *, score_mod=None, block_mask, scale, enable_gqa, return_lse=False, return_aux=None, kernel_options=None
+    q,
+    k,
+    v,
+    *,
+    block_mask,
+    score_mod=None,
+    scale=None,
+    enable_gqa=False,
+    return_lse=False,
+    return_aux=None,
+    kernel_options=None,
 ):
     """What `flex_attention` computes, operation by operation."""
     assert score_mod is None
@@ -41,7 +51,8 @@ def attention(
 stand_in_for_missing_packages("torchvision")
 if host_series() == "0.2":
     wrapper = importlib.import_module("torchtitan.models.attention").FlexAttentionWrapper
+    wrapper.forward = lambda self, q, k, v, **options: attention(q, k, v, **options)
 else:
     wrapper = importlib.import_module("torchtitan.models.common.attention").FlexAttention
-wrapper._compiled_flex_attn = staticmethod(attention)
+    wrapper.compiled_flex_attn = staticmethod(attention)
 main()

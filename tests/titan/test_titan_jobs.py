@@ -208,9 +208,12 @@ def test_two_parallelisms_at_once(jobs, parallel):  # noqa: F811
 @pytest.mark.job
 def test_another_family(jobs, name):  # noqa: F811
     launcher = (str(Path(__file__).parent / "family_trainer.py"),)
-    expected = jobs.run(*family(name), *mode("none"), launcher=launcher)
+    sizes = ("--training.seq_len=32", "--training.local_batch_size=1")
+    if (SERIES, name) == ("0.3", "gpt_oss"):
+        sizes += ("--training.mixed_precision_param=bfloat16",)  # its experts compute in that alone
+    expected = jobs.run(*family(name), *sizes, *mode("none"), launcher=launcher)
     for options in ({"preset": "attention"}, {"preset": "matmuls", "determinism_check": "bitwise"}):
-        job = jobs.run(*family(name), *remat(**options), launcher=launcher)
+        job = jobs.run(*family(name), *sizes, *remat(**options), launcher=launcher)
         assert job.figures == expected.figures, options
         assert job.last("replays") == job.last("forwards")
         assert min(job.last("forwards")) >= 4

@@ -12,6 +12,7 @@ from titan_hosts import SERIES, environment
 from torch_remat_titan.text import TextAssets, prepare_text
 
 STEPS = 3
+SDPA = "--override.imports=torch_remat_titan.attention.sdpa_attention"
 
 
 @dataclass(frozen=True)
@@ -49,10 +50,12 @@ class Jobs:
         home.mkdir()
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
         rows = home / "rows"
+        # The family trainer brings attention of its own.
+        attention = () if SERIES == "0.2" or "family_trainer" in launcher[-1] else (SDPA,)
         variables = environment(TORCH_REMAT_ROWS=str(rows), TORCH_REMAT_ROWS_COLLECTIVES="1", **more)
         with (home / "log").open("w+") as log:
             done = subprocess.run(
-                [*command, *launcher, *self.common(home), *arguments],
+                [*command, *launcher, *self.common(home), *attention, *arguments],
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 cwd=home,
@@ -84,7 +87,6 @@ class Jobs:
             *(f"--training.steps={STEPS}", "--training.local-batch-size=4", "--training.seq-len=64"),
             *("--training.mixed-precision-param=float32", "--training.disable-cuda-graphs", f"--dump-folder={home}"),
             *("--debug.seed=7", "--debug.deterministic"),
-            "--override.imports=torch_remat_titan.attention.sdpa_attention",
         ]
 
 
