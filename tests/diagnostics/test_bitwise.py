@@ -1,5 +1,6 @@
 """The bitwise check: what differs between forward and replay is found and named, and nothing else is."""
 
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -182,6 +183,21 @@ class TestVerifyReplay:
             assert first.differing == 24
             assert "2 differ" in report.format()
             assert len(str(caught.value).splitlines()) <= 15
+
+    def test_json_of_a_difference_without_bound(self, x: Tensor):
+        def overflows(x: Tensor) -> Tensor:
+            STATE["runs"] += 1
+            return torch.sin(x.detach().abs().add(1) * (1e308 if STATE["runs"] % 2 else float("inf")) + x)
+
+        STATE["runs"] = 0
+        with pytest.raises(ValuesDriftError, match="largest difference inf") as caught:
+            remat.verify_replay(remat.checkpoint()(overflows), x)
+
+        def refuse(constant: str) -> Any:
+            raise AssertionError(f"{constant} is no JSON")
+
+        data = json.loads(caught.value.report.to_json(), parse_constant=refuse)
+        assert data["checkpoints"][0]["differences"][0]["max_difference"] == "inf"
 
     def test_a_function_without_checkpoints_is_a_body(self, x: Tensor):
         report = remat.verify_replay(lambda t: torch.exp(torch.sin(t)), x)

@@ -374,7 +374,7 @@ class TestReasons:
 
     def test_json(self) -> None:
         explained = remat.explain(block, torch.ones(4, 6).double().requires_grad_())
-        read = json.loads(json.dumps(dataclasses.asdict(explained)))
+        read = json.loads(explained.to_json())
         assert read["checkpoints"][0]["regions"][1]["kept"][0]["bytes"] == 256
         with pytest.raises(dataclasses.FrozenInstanceError):
             explained.kept_bytes = 0  # type: ignore[misc]

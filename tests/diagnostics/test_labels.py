@@ -55,7 +55,7 @@ def test_no_label_is_made_without_a_profiler(x: Tensor, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(labels, "wrapped", refuse)
     monkeypatch.setattr("torch_remat.runtime.forward.wrapped", refuse)
-    monkeypatch.setattr("torch_remat.runtime.replay.wrapped", refuse)
+    monkeypatch.setattr("torch_remat.runtime.replay_frame.wrapped", refuse)
     monkeypatch.setattr("torch_remat.runtime.backward.label", refuse)
     for _ in range(2):
         remat.checkpoint()(body)(x).sum().backward()

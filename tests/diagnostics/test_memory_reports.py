@@ -142,6 +142,62 @@ class TestCurrent:
                 "  216 B  output at idx 1  (6, 9)  float32",
             ]
 
+    def test_an_output_with_several_indices_names_them_all(self):
+        def twice(t: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            y = t.exp()
+            return t + 1, y, y.view_as(y)
+
+        texts: list[str] = []
+        log = Hidden(texts=texts)
+
+        def body(x: Tensor) -> Tensor:
+            _, second, third = remat.region(twice, "twice", recompute=False)(x)
+            y = torch.sin(second) * torch.sin(third)
+            log["texts"].append(remat.format_current_memory_report())
+            return y
+
+        for _ in range(3):
+            remat.checkpoint(region_name="b")(body)(torch.zeros(6, 9, requires_grad=True))
+        assert texts == [texts[0]] * 3
+        assert texts[0].splitlines() == [
+            "b: 216 B resident in 1 storage(s)",
+            "b::twice: 216 B",
+            "  216 B  saved.0 (output at idx 1, 2)  (6, 9)  float32",
+        ]
+
+    def test_only_save_regions_with_rows_have_sections_in_the_order_of_execution(self):
+        texts: list[str] = []
+        log = Hidden(texts=texts)
+
+        def body(x: Tensor) -> Tensor:
+            y = remat.region(torch.exp, "z first", recompute=False)(x)
+            y = remat.region(torch.sin, "recomputed", recompute=True)(y)
+            y = remat.region(torch.cos, "rebuilds all", recompute=False)(y)
+            with remat.name_scope("tail"):
+                y = remat.region(torch.exp, "a second", recompute=False)(y)
+            log["texts"].append(remat.format_current_memory_report())
+            return y
+
+        for _ in range(2):
+            remat.checkpoint(region_name="b")(body)(torch.zeros(6, 9, requires_grad=True))
+        assert texts[1].splitlines() == [
+            "b: 432 B resident in 2 storage(s)",
+            "b::z first: 216 B",
+            "  216 B  saved.0 (output at idx 0)  (6, 9)  float32",
+            "b::tail/a second: 216 B",
+            "  216 B  saved.0 (output at idx 0)  (6, 9)  float32",
+        ]
+
+    def test_what_is_used_is_the_extent_where_there_are_too_many_runs(self):
+        whole = torch.ones(3 * 5000, dtype=torch.uint8)
+        few, many = whole[: 3 * 4096 : 3], whole[::3]  # bytes, each a run of its own
+        assert report_in_body(saver({"few": lambda x: few}))[2] == (
+            "  14.65 KiB  few  (4096,)  uint8  ! held for 4.00 KiB of 14.65 KiB"
+        )
+        assert report_in_body(saver({"many": lambda x: many}))[2] == (
+            "  14.65 KiB  many  (5000,)  uint8  ! held for 14.65 KiB of 14.65 KiB"
+        )
+
     def test_weights_and_their_views_are_left_out(self):
         linear = torch.nn.Linear(9, 3)
         lines = report_in_body(lambda t: torch.tanh(linear(t)))
@@ -385,6 +441,37 @@ class TestWholeModel:
             "outside regions: 80 B in 2 storages",
             "       48 B  ExpBackward0 / SinBackward0 (x1)",
             "       32 B  TanhBackward0 (x1)",
+        ]
+
+    def test_outside_leaves_out_weights_and_what_hooks_packed(self):
+        weight = torch.nn.Parameter(torch.ones(4, 3))
+        x = torch.zeros(3, 4, requires_grad=True)
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+            packed = torch.tanh(x).sin()
+        h = torch.nn.functional.linear(torch.exp(x), weight.t())  # saves its input and a view of the weight
+        lines = remat.format_saved_tensors_report(
+            iter([packed, h.tanh().sum() + x[:2].tanh().sum(), None])
+        ).splitlines()
+        assert lines[2:] == [
+            "outside regions: 116 B in 3 storages",
+            "       68 B  TanhBackward0 (x2)",
+            "       48 B  ExpBackward0 / MmBackward0 (x1)",
+        ]
+
+    def test_offloaded_outputs_have_a_footer(self):
+        def layer(t: Tensor) -> Tensor:
+            y = remat.region(torch.exp, "r", recompute=False)(t)
+            return torch.exp(torch.sin(y))
+
+        for _ in range(2):
+            y = torch.zeros(2, requires_grad=True)
+            with remat.saved_tensors_hooks(lambda t: t.clone(), lambda t: t):
+                for name in ("a", "b"):
+                    y = remat.checkpoint(region_name=name)(layer)(y)
+        assert remat.format_saved_tensors_report().splitlines()[2:5] == [
+            "regions:",
+            "  0 B  x2  a, b  (0 storages each)",
+            "  + 2 outputs offloaded, not resident on device",
         ]
 
     def test_footers_are_summed_over_all_regions(self):

@@ -1,6 +1,9 @@
 """Out of memory: what is printed, what is left in a file, and which line allocated a tensor."""
 
+import io
 import json
+import sys
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +67,7 @@ def step(x: Tensor) -> None:
         ("optimizer", "rank 0: out of memory outside of forward and backward"),
     ],
 )
-def test_a_step_that_dies_leaves_a_file(where: str, first: str, tmp_path: Path, capsys: Any):
+def test_a_step_that_dies_leaves_a_file(where: str, first: str, tmp_path: Path, caplog: Any):
     x = torch.zeros(3, 4, requires_grad=True)
     FAIL["where"] = None
     for _ in range(2):
@@ -87,7 +90,8 @@ def test_a_step_that_dies_leaves_a_file(where: str, first: str, tmp_path: Path, 
     if where.endswith("in replay"):
         assert "layers.0" in "\n".join(lines), "what the layer below keeps is in the report"
         assert data["memory"]["region_bytes"] > 0
-    assert str(reports.files[0]) in capsys.readouterr().err
+    assert [(one.name, one.levelname) for one in caplog.records] == [("torch_remat", "ERROR")]
+    assert caplog.messages == [f"{first}; what was kept is in {reports.files[0]}"]
     FAIL["where"] = None
     step(x)
 
@@ -99,7 +103,7 @@ def test_other_errors_leave_no_file(tmp_path: Path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_allocators_call_is_passed_on_until_detached(tmp_path: Path, capsys: Any):
+def test_the_allocators_call_is_passed_on_until_detached(tmp_path: Path):
     reports = remat.install_oom_observer(tmp_path)
     reports.attach()
     try:
@@ -112,7 +116,6 @@ def test_the_allocators_call_is_passed_on_until_detached(tmp_path: Path, capsys:
         reports.detach()
     oom._tell(0, 100, 2000, 30)
     assert len(reports.files) == 1
-    capsys.readouterr()
 
 
 def test_the_rank_is_in_the_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -123,11 +126,84 @@ def test_the_rank_is_in_the_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert path == tmp_path / "remat_oom_rank3.txt"
 
 
-def test_a_file_that_cannot_be_written_is_no_second_error(tmp_path: Path, capsys: Any):
+def test_a_file_that_cannot_be_written_is_no_second_error(tmp_path: Path, caplog: Any):
     (tmp_path / "file").write_text("")
-    with pytest.raises(MemoryError), remat.install_oom_observer(tmp_path / "file"):
+    with pytest.raises(MemoryError), remat.install_oom_observer(tmp_path / "file") as reports:
         raise MemoryError
-    assert "failed to produce" in capsys.readouterr().err
+    assert reports.files == []
+    assert "cannot be written" in caplog.text
+
+
+def test_a_report_that_cannot_be_made_leaves_a_file_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def broken(*args: Any) -> Any:
+        raise KeyError("broken")
+
+    monkeypatch.setattr(oom, "saved_tensors_report", broken)
+    with pytest.raises(MemoryError), remat.install_oom_observer(tmp_path) as reports:
+        raise MemoryError
+    text = reports.files[0].read_text()
+    assert "rank 0: out of memory, and torch_remat failed to produce its report" in text
+    assert "KeyError: 'broken'" in text
+    assert [path.name for path in tmp_path.iterdir()] == ["remat_oom_rank0.txt"]
+
+
+def test_an_annotator_that_raises_costs_its_label_alone(tmp_path: Path):
+    def broken(tensor: Tensor) -> str:
+        raise KeyError("mine")
+
+    y = remat.checkpoint(region_name="b")(lambda t: remat.region(torch.exp, "e", recompute=False)(t))(
+        torch.zeros(3, requires_grad=True)
+    )
+    with pytest.raises(MemoryError), remat.install_oom_observer(tmp_path, annotate=broken) as reports:
+        raise MemoryError
+    assert (
+        "  12 B  saved.0 (output at idx 0)  (3,)  float32  KeyError: 'mine'"
+        in reports.files[0].read_text().splitlines()
+    )
+    del y
+
+
+class TestWhichError:
+    def test_one_that_was_raised_from_it(self, tmp_path: Path):
+        """As stages of a pipeline do."""
+
+        def stage(x: Tensor) -> Tensor:
+            try:
+                torch.empty(1 << 58)
+            except RuntimeError as error:
+                raise ValueError("stage 3 failed") from error
+            return x
+
+        with pytest.raises(ValueError, match="stage 3"), remat.install_oom_observer(tmp_path) as reports:
+            remat.checkpoint(region_name="layers.0")(stage)(torch.zeros(3, requires_grad=True))
+        assert reports.files[0].read_text().splitlines()[1] == "rank 0: out of memory in forward of layers.0"
+
+    def test_one_whose_frames_have_been_cleared(self):
+        def body(x: Tensor) -> Tensor:
+            return x + torch.empty(1 << 58)
+
+        with pytest.raises(RuntimeError) as caught:
+            remat.checkpoint(region_name="layers.0")(body)(torch.zeros(3, requires_grad=True))
+        assert remat.oom_report(caught.value).checkpoint == "layers.0"
+        traceback.clear_frames(caught.value.__traceback__)
+        report = remat.oom_report(caught.value)
+        assert (report.phase, report.checkpoint) == ("forward", None)
+
+    def test_a_later_one_that_the_allocator_does_not_know(self, tmp_path: Path):
+        """The program survived what the allocator told, and dies of something else."""
+        with pytest.raises(MemoryError), remat.install_oom_observer(tmp_path) as reports:
+            self.told_and_dies(MemoryError())
+        assert len(reports.files) == 2
+        assert "MemoryError" in reports.files[1].read_text()
+
+    def test_the_one_that_the_allocator_told_is_not_told_again(self, tmp_path: Path):
+        with pytest.raises(torch.OutOfMemoryError), remat.install_oom_observer(tmp_path) as reports:
+            self.told_and_dies(torch.OutOfMemoryError("CUDA out of memory."))
+        assert len(reports.files) == 1
+
+    def told_and_dies(self, error: BaseException) -> None:
+        oom._tell(0, 100, 2000, 30)
+        raise error
 
 
 class TestObserver:
@@ -170,6 +246,13 @@ class TestObserver:
         err = capsys.readouterr().err
         assert "failed to produce" in err
         assert "KeyError" in err
+
+    def test_without_a_standard_error_it_does_not_raise(self, monkeypatch: pytest.MonkeyPatch):
+        closed = io.StringIO()
+        closed.close()
+        for stream in (closed, None):
+            monkeypatch.setattr(sys, "stderr", stream)
+            remat.oom_observer(0, 1, 2, 3)
 
 
 def frame(filename: str, line: int, name: str) -> dict[str, Any]:

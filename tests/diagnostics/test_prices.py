@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.alive import gc_off, live_tensors
+from helpers.events import Hidden
 from test_memory_phases import Block, llama, run
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -148,6 +149,60 @@ class TestPrices:
         assert by_region(report)["none"].collectives == ()
         assert "2 all_reduce" in report.format()
 
+    def test_a_rank_of_a_mesh_pays_for_its_own_part(self):
+        """Tensor parallel over four: bytes, FLOPs and collectives are those of one rank."""
+        import torch.distributed as dist
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+
+        class FeedForward(torch.nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.up, self.down = torch.nn.Linear(16, 64, bias=False), torch.nn.Linear(64, 16, bias=False)
+
+            def forward(self, x: Tensor) -> Tensor:
+                hidden = remat.region(self.up, "up", recompute=True)(torch.tanh(x))
+                return x + remat.region(self.down, "down", recompute=True)(F.silu(hidden))
+
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+        try:
+            block = parallelize_module(
+                FeedForward(), init_device_mesh("cpu", (4,)), {"up": ColwiseParallel(), "down": RowwiseParallel()}
+            )
+            found = by_region(remat.profile_regions(block, torch.zeros(2, 8, 16)))
+        finally:
+            dist.destroy_process_group()
+        assert (found["up"].kept_bytes, found["down"].kept_bytes) == (4 * 16 * 64 // 4, 0)
+        assert {one.flops for one in found.values()} == {2 * 16 * 16 * 64 // 4}
+        assert (found["up"].collectives, found["down"].collectives) == ((), (("all_reduce", 1),))
+
+    def test_time_is_that_of_real_data_wherever_it_comes_from(self):
+        def price(x: Tensor) -> RegionPrice:
+            (one,) = remat.profile_regions(lambda: remat.region(torch.exp, "e", recompute=True)(x).sin()).regions
+            return one
+
+        assert price(torch.zeros(3, requires_grad=True)).seconds is not None
+        captured = price(torch.zeros(3, requires_grad=True, device="meta"))
+        assert (captured.seconds, captured.kept_bytes) == (None, 12)
+
+    def test_a_name_that_does_not_come_again_has_no_price(self):
+        calls = Hidden(count=0)
+
+        def body(x: Tensor) -> Tensor:
+            calls["count"] += 1
+            return remat.region(torch.exp, f"call {calls['count']}", recompute=True)(x)
+
+        (one,) = remat.profile_regions(body, torch.zeros(3, requires_grad=True)).regions
+        assert one.kept_bytes is None
+        assert one.note == "unknown: the function did not call it again"
+
+    @pytest.mark.parametrize("what", [lambda t: t.sin(), lambda t: None, lambda t: {"loss": t.sin().detach()}])
+    @pytest.mark.parametrize("tool", [remat.profile_regions, remat.verify_replay])
+    def test_what_needs_no_gradient_is_refused(self, tool: Any, what: Any):
+        with pytest.raises(RuntimeError, match="No backward can come through what the function returned"):
+            tool(what, torch.zeros(3))
+
 
 class TestReport:
     def test_the_table_groups_equal_layers(self):
@@ -198,6 +253,20 @@ class TestReport:
         err = capsys.readouterr().err
         assert "profiling regions [" in err
         assert "4/5" in err
+        assert err.endswith("\r"), "the bar is taken away"
+
+        def fails(t: Tensor) -> Tensor:
+            calls["count"] += 1
+            if calls["count"] == 4:
+                raise KeyError("mine")
+            return remat.region(torch.exp, "e", recompute=False)(t)
+
+        calls = Hidden(count=0)
+        with pytest.raises(KeyError):
+            remat.profile_regions(fails, x)
+        err = capsys.readouterr().err
+        assert "profiling regions [" in err
+        assert err.endswith("\r"), "also when the function fails"
         monkeypatch.setattr(sys.stderr, "isatty", lambda: False, raising=False)
         remat.profile_regions(lambda t: remat.region(torch.exp, "e", recompute=False)(t), x)
         assert capsys.readouterr().err == ""

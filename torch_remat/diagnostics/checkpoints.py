@@ -3,7 +3,8 @@
 Rules:
  1. A region's rows are what the autograd nodes that it made save, and its persisted outputs. Weights are left out.
  2. A storage that two regions hold is billed to the first; the other says so. Rows add up to their header.
- 3. What is not the region's own stands behind: inputs, what hook pairs packed, what a replay has rebuilt.
+ 3. What is not a region's own stands behind, and is billed when all regions are, and what is outside of them: inputs,
+    what hook pairs packed, what a replay has rebuilt. So it changes nothing in the part that 0.2 has, too.
 """
 
 from __future__ import annotations
@@ -15,14 +16,14 @@ from typing import Any
 
 from torch import Tensor
 
-from torch_remat.diagnostics.graph import NodeSaves, Save
+from torch_remat.diagnostics.graph import NodeSaves, Save, unseen
 from torch_remat.diagnostics.report import Report, count_of, format_bytes
 from torch_remat.diagnostics.storages import Annotate, Bill, StorageRow, Value, is_weight, row_lines, values_of
 from torch_remat.errors import display_name
 from torch_remat.runtime.frame import Frame
 from torch_remat.runtime.tape import Output, OutputKind, Packed, Region, Span, Spans, Tape
 
-__all__ = ["CheckpointMemory", "PackedMemory", "RegionMemory", "Survey", "checkpoint_memory", "survey_of"]
+__all__ = ["CheckpointMemory", "Draft", "PackedMemory", "RegionMemory", "Survey", "native_values", "survey_of"]
 
 
 @dataclass(frozen=True)
@@ -149,53 +150,75 @@ def _owner(ordered: list[Span], starts: list[int], number: int) -> Span | None:
     return span if span.end is None or number < span.end else None
 
 
-def checkpoint_memory(
-    spans: Spans, tape: Tape | None, frame: Frame | None, survey: Survey, bill: Bill, annotate: Annotate | None
-) -> CheckpointMemory:
-    """What the checkpoint with ``spans`` keeps. ``tape`` and ``frame`` where they live."""
-    records = {id(record.span): (index, record) for index, record in enumerate(tape.order if tape else [])}
-    early = _early_outputs(frame)
-    regions: list[RegionMemory] = []
-    rest: list[Value] = []
-    packed = _Packed()
-    for span in spans.items:
-        found = survey.regions.get(id(span))
-        index, record = records.get(id(span), (-1, None))
-        values, rebuilt = _saved_values(span, found.nodes if found else [], packed)
-        offloaded = 0
-        if record is not None:
-            wanted = None if early is None else {leaf for region, leaf in early if region == index}
-            offloaded = _output_values(record, values, wanted, rest, packed)
-        name = display_name(spans.checkpoint, span.name)
-        rows, elsewhere = bill.rows(values, name, annotate)
-        made_nodes = span.end is not None and span.end > span.start
-        regions.append(
-            RegionMemory(
-                span.name,
-                sum(row.bytes for row in rows),
-                rows,
-                rebuilt,
-                offloaded,
-                tuple(sorted((owner, count) for owner, count in elsewhere.items() if owner != name)),
-                bool(found) or bool(values) or not made_nodes,
-            )
+class Draft:
+    """What the checkpoint with ``spans`` keeps: regions are billed at once, the rest by :meth:`finished` (rule 3)."""
+
+    def __init__(
+        self,
+        spans: Spans,
+        tape: Tape | None,
+        frame: Frame | None,
+        survey: Survey,
+        bill: Bill,
+        annotate: Annotate | None,
+    ) -> None:
+        self.spans = spans
+        self._tape = tape
+        self._bill = bill
+        self._annotate = annotate
+        self._observed: list[Value] = []
+        self._packed = _Packed()
+        records = {id(record.span): (index, record) for index, record in enumerate(tape.order if tape else [])}
+        early = _early_outputs(frame)
+        self.regions = tuple(
+            self._region(span, survey.regions.get(id(span)), *records.get(id(span), (-1, None)), early)
+            for span in spans.items
         )
-    inputs = list(_input_values(tape, packed)) if tape else []
-    input_rows, _ = bill.rows(inputs, f"the inputs of {display_name(spans.checkpoint)}", annotate)
-    rebuilt_rows, _ = bill.rows(_rebuilt_values(tape), "replay", None)
-    observed_rows, _ = bill.rows(rest, "observing", None)
-    return CheckpointMemory(
-        spans.checkpoint,
-        sum(region.bytes for region in regions),
-        sum(len(region.rows) for region in regions),
-        tuple(regions),
-        input_rows,
-        packed.report(),
-        sum(row.bytes for row in rebuilt_rows),
-        len(rebuilt_rows),
-        sum(row.bytes for row in observed_rows),
-        len(rest),
-    )
+
+    def _region(
+        self, span: Span, found: _Found | None, index: int, record: Region | None, early: set[tuple[int, int]] | None
+    ) -> RegionMemory:
+        with unseen():
+            values, rebuilt = _saved_values(span, found.nodes if found else [], self._packed)
+            offloaded = 0
+            if record is not None:
+                wanted = None if early is None else {leaf for region, leaf in early if region == index}
+                offloaded = _output_values(record, values, wanted, self._observed, self._packed)
+        name = display_name(self.spans.checkpoint, span.name)
+        rows, elsewhere = self._bill.rows(values, name, self._annotate)
+        made_nodes = span.end is not None and span.end > span.start
+        return RegionMemory(
+            span.name,
+            sum(row.bytes for row in rows),
+            rows,
+            rebuilt,
+            offloaded,
+            tuple(sorted((owner, count) for owner, count in elsewhere.items() if owner != name)),
+            bool(found) or bool(values) or not made_nodes,
+        )
+
+    def finished(self) -> CheckpointMemory:
+        """The whole of it."""
+        bill, name = self._bill, display_name(self.spans.checkpoint)
+        with unseen():
+            inputs = list(_input_values(self._tape, self._packed)) if self._tape else []
+        input_rows, _ = bill.rows(inputs, f"the inputs of {name}", self._annotate)
+        with unseen():
+            packed = self._packed.report(bill)
+            rebuilt = bill.new_storages(_rebuilt_values(self._tape), "replay")
+            observed = bill.new_storages(self._observed, "observing")
+        return CheckpointMemory(
+            self.spans.checkpoint,
+            sum(region.bytes for region in self.regions),
+            sum(len(region.rows) for region in self.regions),
+            self.regions,
+            input_rows,
+            packed,
+            sum(size for _, size in rebuilt),
+            len(rebuilt),
+            sum(size for _, size in observed),
+            len(self._observed),
+        )
 
 
 def _early_outputs(frame: Frame | None) -> set[tuple[int, int]] | None:
@@ -245,7 +268,7 @@ def _output_values(
             continue
         if callable(output.unpack):
             offloaded += 1
-            packed.add_output(output.data)
+            packed.add(output.data)
             continue
         if not isinstance(output.data, Tensor):
             continue
@@ -286,36 +309,25 @@ def _rebuilt_values(tape: Tape | None) -> Iterator[Value]:
 
 
 class _Packed:
-    """Adds up payloads."""
+    """The payloads of hook pairs, each once: an output and a save of the same tensor share one."""
 
     def __init__(self) -> None:
-        self._tensors = 0
-        self._sizes: dict[str, int] = {}
-        self._seen: dict[int, Any] = {}
-        self._outputs: dict[int, Packed] = {}
+        self._payloads: dict[int, Any] = {}
 
     def add(self, payload: Any) -> None:
-        """Count one payload; the tensors in it once each."""
-        self._tensors += 1
-        for tensor in _tensors_in(payload, 4):
-            for value in values_of(tensor, ""):
-                storage = value.tensor.untyped_storage()
-                if storage._cdata not in self._seen:
-                    self._seen[storage._cdata] = storage
+        """Take in one payload."""
+        payload = payload.payload if type(payload) is Packed else payload
+        self._payloads[id(payload)] = payload
+
+    def report(self, bill: Bill) -> PackedMemory:
+        """How many there are, and the bytes of the tensors in them that nobody has been billed for."""
+        sizes: dict[str, int] = {}
+        for payload in self._payloads.values():
+            for tensor in _tensors_in(payload, 4):
+                for value in values_of(tensor, ""):
                     device = str(value.tensor.device)
-                    self._sizes[device] = self._sizes.get(device, 0) + storage.nbytes()
-
-    def add_output(self, packed: Packed) -> None:
-        """Count what a persisted output is unpacked from, once for all outputs in it; a save's is counted there."""
-        if not packed.is_output:
-            self._tensors += 1
-        elif id(packed) not in self._outputs:
-            self._outputs[id(packed)] = packed
-            self.add(packed.payload)
-
-    def report(self) -> PackedMemory:
-        """The sum."""
-        return PackedMemory(self._tensors, tuple(sorted(self._sizes.items())))
+                    sizes[device] = sizes.get(device, 0) + sum(size for _, size in bill.new_storages([value], "hooks"))
+        return PackedMemory(len(self._payloads), tuple(sorted(sizes.items())))
 
 
 def _tensors_in(payload: Any, depth: int) -> Iterator[Tensor]:

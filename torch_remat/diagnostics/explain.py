@@ -29,7 +29,7 @@ def explain(function: Callable[P, Any], /, *args: P.args, **kwargs: P.kwargs) ->
 
     ``print(remat.explain(remat.checkpoint(region_name="layers.0")(block), x))`` prints, for each region, its policy,
     what is kept with bytes and the line that reads it, what is rebuilt, where placeholders stand, and where replay
-    stops. ``dataclasses.asdict`` of the result is JSON.
+    stops. ``as_dict()`` and ``to_json()`` of the result are the same as data.
 
     Args:
         function: a checkpointed function; a function or module that runs checkpoints (a whole model), each of which is

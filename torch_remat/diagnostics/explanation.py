@@ -1,7 +1,7 @@
 """What :func:`torch_remat.explain` returns: plain data, and the same as text.
 
-Everything is a frozen dataclass of strings, numbers and tuples: ``dataclasses.asdict`` makes it JSON, ``print``
-makes it text. Bytes are those of whole storages, each counted where it first appears, so that the rows add up.
+Everything is a frozen dataclass of strings, numbers and tuples: ``to_json()`` makes it JSON, ``print`` makes it text.
+Bytes are those of whole storages, each counted where it first appears, so that the rows add up.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ import dataclasses
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
+
+from torch_remat.diagnostics.report import Report
 
 __all__ = [
     "CheckpointExplanation",
@@ -117,7 +119,7 @@ class ReplayExplanation:
 
 
 @dataclass(frozen=True, slots=True)
-class CheckpointExplanation:
+class CheckpointExplanation(Report):
     """One call of a checkpoint.
 
     Attributes:
@@ -154,7 +156,7 @@ class CheckpointExplanation:
 
 
 @dataclass(frozen=True, slots=True)
-class Explanation:
+class Explanation(Report):
     """The checkpoints that one call ran, in order.
 
     Attributes:

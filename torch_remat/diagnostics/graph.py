@@ -8,8 +8,10 @@ read off the autograd graph that can be reached from the tensors.
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import chain, compress
 from typing import Any
 
 import torch
@@ -20,10 +22,22 @@ from torch_remat.runtime.backward import Trigger
 from torch_remat.runtime.tape import Kept, Packed, Slot, Spans, Tape
 from torch_remat.runtime.tensors import storage_keys
 
-__all__ = ["Live", "NodeSaves", "Save", "discover_autograd_roots", "find_live", "nodes_of", "saves_of", "walk"]
+__all__ = [
+    "Live",
+    "NodeSaves",
+    "Save",
+    "discover_autograd_roots",
+    "find_live",
+    "nodes_of",
+    "saves_of",
+    "unseen",
+    "walk",
+]
 
 _RAW = "_raw_saved_"
 _FAKE = ("FakeTensor", "FunctionalTensor")
+_no_dispatch = getattr(torch._C, "_DisableTorchDispatch", None)
+_grad_fn = vars(torch._C.TensorBase)["grad_fn"].__get__  # whatever a subclass has made of the attribute
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,13 +75,22 @@ class Live:
     weights: frozenset[int]  # identities of the storages of parameters
 
 
+def unseen() -> ExitStack:
+    """A context in which no mode of the user's and no subclass sees how a report looks at tensors."""
+    stack = ExitStack()
+    stack.enter_context(torch._C.DisableTorchFunction())
+    if _no_dispatch is not None:
+        stack.enter_context(_no_dispatch())
+    return stack
+
+
 def find_live() -> Live:
     """Every living tape, every checkpoint's spans, and an autograd node for each tensor that has one."""
     tapes: list[Tape] = []
     spans: dict[int, Spans] = {}
     nodes: list[Any] = []
     weights: set[int] = set()
-    with torch._C.DisableTorchFunction():
+    with unseen():
         for thing, sort in _found():
             if sort == "tensor":
                 nodes.extend(nodes_of([thing]))
@@ -90,20 +113,21 @@ def discover_autograd_roots() -> list[Tensor]:
 
     One pass over the objects of the garbage collector, which need not be enabled: milliseconds per 100 000 objects.
     """
-    with torch._C.DisableTorchFunction():
+    with unseen():
         return [thing for thing, sort in _found() if sort == "tensor" and nodes_of([thing])]
 
 
 def nodes_of(tensors: Iterable[Tensor]) -> list[Any]:
     """The nodes that made ``tensors``."""
     found = []
-    for tensor in tensors:
-        try:
-            node = tensor.grad_fn
-        except RuntimeError:  # a view whose base is gone, an object that is being made
-            continue
-        if node is not None:
-            found.append(node)
+    with unseen():
+        for tensor in tensors:
+            try:
+                node = _grad_fn(tensor)
+            except RuntimeError:  # a view whose base is gone, an object that is being made
+                continue
+            if node is not None:
+                found.append(node)
     return found
 
 
@@ -124,9 +148,26 @@ def walk(roots: Iterable[Any]) -> list[NodeSaves]:
 
 def _found() -> list[tuple[Any, str]]:
     """What is of interest among the objects of the garbage collector, and what it is."""
-    things = gc.get_objects()
-    sorts = {kind: sort for kind in set(map(type, things)) if (sort := _sort(kind))}
-    return [(thing, sorts[type(thing)]) for thing in things if type(thing) in sorts]
+    sorts = {kind: sort for kind in set(map(type, _objects())) if (sort := _sort(kind))}
+    return [(thing, sorts[type(thing)]) for thing in _of_types(sorts)]
+
+
+def _objects() -> Iterator[Any]:
+    """The objects of the garbage collector, asked for when the first is wanted."""
+    return chain.from_iterable(map(gc.get_objects, (None,)))
+
+
+def _of_types(types: Container[type]) -> list[Any]:
+    """The objects of these types.
+
+    Among all objects are tuples that other threads are making right now, which fails if somebody else has a reference
+    to them when they are completed. So between taking the objects and letting go of those that are not wanted there
+    must be no bytecode, after which another thread may run: all of it is one call of iterators written in C.
+    """
+    everything: list[Any] = []
+    fill, clear = map(everything.extend, map(gc.get_objects, (None,))), map(list.clear, (everything,))
+    wanted = chain((False,), map(types.__contains__, map(type, everything)), (False,))
+    return list(compress(chain(fill, everything, clear), wanted))
 
 
 def _sort(kind: type) -> str:

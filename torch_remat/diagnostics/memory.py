@@ -5,7 +5,7 @@ Each report is data (:func:`current_memory_report`, :func:`saved_tensors_report`
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, TextIO
 
@@ -13,18 +13,17 @@ from torch import Tensor
 
 from torch_remat.diagnostics.checkpoints import (
     CheckpointMemory,
+    Draft,
     PackedMemory,
-    checkpoint_memory,
     native_values,
     survey_of,
 )
-from torch_remat.diagnostics.graph import Live, find_live, nodes_of, walk
+from torch_remat.diagnostics.graph import Live, find_live, nodes_of, unseen, walk
 from torch_remat.diagnostics.report import Report, count_of, format_bytes, print_text
 from torch_remat.diagnostics.storages import Annotate, Bill
 from torch_remat.diagnostics.text import compressed, sort_key
 from torch_remat.errors import UsageError, display_name
 from torch_remat.runtime.frame import current_frame
-from torch_remat.runtime.tape import Spans
 
 __all__ = [
     "OutsideRow",
@@ -57,7 +56,7 @@ def current_memory_report(annotate: Annotate | None = None) -> CheckpointMemory:
     spans = frame.tape.spans
     live = find_live()
     survey = survey_of([spans], walk(live.nodes))
-    return checkpoint_memory(spans, frame.tape, frame, survey, Bill(live.weights), annotate)
+    return Draft(spans, frame.tape, frame, survey, Bill(live.weights), annotate).finished()
 
 
 def format_current_memory_report(annotate: Annotate | None = None) -> str:
@@ -183,7 +182,11 @@ def saved_tensors_report(
     given = [roots] if isinstance(roots, Tensor) else [one for one in roots or () if isinstance(one, Tensor)]
     live = find_live()
     bill = Bill(live.weights)
-    return SavedTensorsReport(_checkpoints(live, given, bill, annotate), _outside(live, given, bill))
+    drafts = _drafts(live, given, bill, annotate)
+    with unseen():
+        outside = _outside(live, given, bill)
+    checkpoints = [draft.finished() for draft in drafts]
+    return SavedTensorsReport(tuple(one for one in checkpoints if _holds_something(one)), outside)
 
 
 def format_saved_tensors_report(roots: Tensor | Iterable[Any] | None = None, annotate: Annotate | None = None) -> str:
@@ -200,43 +203,37 @@ def print_saved_tensors_report(
 
 def kept_bytes_by_span(nodes: Iterable[Any] = ()) -> dict[int, int]:
     """What each living SAVE region call keeps, by identity of its span. ``nodes`` are looked at as well."""
-    found_now = find_live()
-    live = replace(found_now, nodes=(*found_now.nodes, *nodes))
-    bill = Bill(live.weights)
-    found: dict[int, int] = {}
-    for spans, one in _surveyed(live, [], bill, None):
-        for span, region in zip(spans.items, one.regions, strict=True):
-            found[id(span)] = region.bytes
-    return found
+    found = find_live()
+    live = replace(found, nodes=(*found.nodes, *nodes))
+    return {
+        id(span): region.bytes
+        for draft in _drafts(live, [], Bill(live.weights), None)
+        for span, region in zip(draft.spans.items, draft.regions, strict=True)
+    }
 
 
-def _checkpoints(
-    live: Live, roots: list[Tensor], bill: Bill, annotate: Annotate | None
-) -> tuple[CheckpointMemory, ...]:
-    return tuple(
-        one
-        for _, one in _surveyed(live, roots, bill, annotate)
-        if _has_regions(one) or one.inputs or one.packed.tensors or one.rebuilt_bytes or one.observed_bytes
-    )
-
-
-def _surveyed(
-    live: Live, roots: list[Tensor], bill: Bill, annotate: Annotate | None
-) -> Iterator[tuple[Spans, CheckpointMemory]]:
+def _drafts(live: Live, roots: list[Tensor], bill: Bill, annotate: Annotate | None) -> list[Draft]:
+    """Every checkpoint, sorted by name, with its regions billed."""
     survey = survey_of(live.spans, walk([*nodes_of(roots), *live.nodes]))
     tapes = {id(tape.spans): tape for tape in live.tapes}
     frame = current_frame.get()
     ordered = sorted(
         live.spans, key=lambda spans: (*sort_key(display_name(spans.checkpoint)), _first_number(spans.items))
     )
+    drafts = []
     for spans in ordered:
         tape = tapes.get(id(spans))
         running = frame if frame is not None and frame.tape is tape else None
-        yield spans, checkpoint_memory(spans, tape, running, survey, bill, annotate)
+        drafts.append(Draft(spans, tape, running, survey, bill, annotate))
+    return drafts
 
 
 def _first_number(spans: list[Any]) -> int:
     return spans[0].start if spans else 0
+
+
+def _holds_something(one: CheckpointMemory) -> bool:
+    return _has_regions(one) or bool(one.inputs or one.packed.tensors or one.rebuilt_bytes or one.observed_bytes)
 
 
 def _has_regions(one: CheckpointMemory) -> bool:

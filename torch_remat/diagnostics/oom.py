@@ -6,6 +6,7 @@ the exception.
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import threading
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 
@@ -26,6 +27,7 @@ from torch_remat.diagnostics.storages import Annotate
 from torch_remat.errors import display_name
 from torch_remat.runtime.forward import ForwardFrame, run_forward
 from torch_remat.runtime.replay import ReplayFrame, replay
+from torch_remat.runtime.tape import Tape
 
 __all__ = [
     "OomReport",
@@ -56,14 +58,19 @@ class OomReport(Report):
     free_bytes: int | None
     memory: SavedTensorsReport
 
-    def format(self) -> str:
-        """The report as text."""
+    @property
+    def headline(self) -> str:
+        """Where memory ran out, in one line."""
         where = "outside of forward and backward" if self.phase == "outside" else f"in {self.phase}"
         if self.checkpoint is not None:
             where += f" of {self.checkpoint}"
         if self.region is not None:
             where += f", in region {self.region}"
-        text = [f"rank {self.rank}: out of memory {where}"]
+        return f"rank {self.rank}: out of memory {where}"
+
+    def format(self) -> str:
+        """The report as text."""
+        text = [self.headline]
         if self.device is not None:
             text.append(_sizes(self.device, self.requested_bytes, self.device_bytes, self.free_bytes))
         if self.error is not None:
@@ -93,7 +100,11 @@ def oom_observer(device: int, alloc: int, device_alloc: int, device_free: int) -
         )
     except Exception:  # noqa: BLE001 - the program is about to die of something else
         text = f"torch_remat failed to produce its report of the out-of-memory error:\n{traceback.format_exc()}"
-    _write(sys.stderr, text)
+    try:
+        sys.stderr.write(text)
+        sys.stderr.flush()
+    except (AttributeError, OSError, ValueError):  # there is no standard error, or it is closed
+        pass
 
 
 def oom_report(
@@ -105,15 +116,14 @@ def oom_report(
 
     ``sizes`` are what the allocator's observer is called with: device, bytes asked for, allocated and free.
     """
-    frames = _stack_of(error) if error is not None else list(_present_stack())
-    phase, checkpoint, region = _phase(frames)
+    phase, checkpoint, region = _phase(list(_present_stack()) if error is None else _stack_of(error))
     device, requested, allocated, free = sizes if sizes is not None else (None, None, None, None)
     return OomReport(
         _rank(),
         phase,
         checkpoint,
         region,
-        None if error is None else f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
+        None if error is None else ": ".join([type(error).__name__, *str(error).splitlines()[:1]]),
         device,
         requested,
         allocated,
@@ -132,8 +142,8 @@ class OomReports:
     def __init__(self, directory: str | os.PathLike[str], annotate: Annotate | None) -> None:
         self.directory = Path(directory)
         self.files: list[Path] = []
-        self._annotate = annotate
-        self._told = False
+        self._annotate = None if annotate is None else _forgiving(annotate)
+        self._told = False  # by the allocator, and not yet that the program died of it
 
     def attach(self) -> None:
         """Listen to the allocator."""
@@ -156,7 +166,8 @@ class OomReports:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.detach()
-        if error is not None and is_out_of_memory(error) and not self._told:
+        cause = None if error is None else out_of_memory(error)
+        if cause is not None and not (self._told and isinstance(cause, torch.OutOfMemoryError)):
             self.write(error)
         self._told = False
 
@@ -165,19 +176,28 @@ class OomReports:
         self._told = self.write(None, (device, alloc, device_alloc, device_free)) is not None
 
     def write(self, error: BaseException | None = None, sizes: tuple[int, int, int, int] | None = None) -> Path | None:
-        """Write the text and, beside it, the JSON form; returns the path of the text. Never raises."""
+        """Write the text and, beside it, the JSON form; returns the path of the text. Never raises.
+
+        Where no report can be made, the text says why.
+        """
+        path = self.directory / f"remat_oom_rank{_rank()}.txt"
         try:
             report = oom_report(error, self._annotate, sizes)
-            path = self.directory / f"remat_oom_rank{report.rank}.txt"
+            title, text, data = report.headline, report.format(), report.to_json(indent=1)
+        except Exception:  # noqa: BLE001 - the program is about to die of something else
+            title = f"rank {_rank()}: out of memory, and torch_remat failed to produce its report"
+            text, data = f"{title}\n{traceback.format_exc()}", None
+        try:
             self.directory.mkdir(parents=True, exist_ok=True)
             now = datetime.now(UTC).isoformat(timespec="seconds")
-            path.write_text(f"{now}\n{report.format()}\n", encoding="utf-8")
-            path.with_suffix(".json").write_text(report.to_json(indent=1) + "\n", encoding="utf-8")
-        except Exception:  # noqa: BLE001 - the program is about to die of something else
-            _write(sys.stderr, f"torch_remat failed to produce its report:\n{traceback.format_exc()}")
+            path.write_text(f"{now}\n{text}\n", encoding="utf-8")
+            if data is not None:
+                path.with_suffix(".json").write_text(data + "\n", encoding="utf-8")
+        except Exception as failed:  # noqa: BLE001
+            _log.error("%s; what was kept cannot be written to %s: %s", title, path, failed)
             return None
         self.files.append(path)
-        _write(sys.stderr, f"torch_remat: out of memory in {report.phase}; what was kept is in {path}\n")
+        _log.error("%s; what was kept is in %s", title, path)
         return path
 
 
@@ -193,21 +213,52 @@ def install_oom_observer(directory: str | os.PathLike[str] = ".", annotate: Anno
 
     Args:
         directory: made where it is missing.
-        annotate: see :func:`memory_snapshot_annotate`.
+        annotate: see :func:`memory_snapshot_annotate`. What it raises stands in place of the label.
+
+    Where the file is goes to the logger ``torch_remat``.
     """
     reports = OomReports(directory, annotate)
     reports.attach()
     return reports
 
 
+def out_of_memory(error: BaseException) -> BaseException | None:
+    """The error behind ``error``, or itself, that says that memory ran out, on whatever device."""
+    for one in _causes(error):
+        text = str(one).lower()
+        if isinstance(one, (torch.OutOfMemoryError, MemoryError)) or (
+            isinstance(one, RuntimeError) and ("out of memory" in text or "can't allocate memory" in text)
+        ):
+            return one
+    return None
+
+
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether ``error`` says that memory ran out, on whatever device."""
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
-        return True
-    text = str(error).lower()
-    return isinstance(error, RuntimeError) and ("out of memory" in text or "can't allocate memory" in text)
+    """Whether ``error``, or what it was raised from, says that memory ran out, on whatever device."""
+    return out_of_memory(error) is not None
 
 
+def _causes(error: BaseException) -> list[BaseException]:
+    """``error``, what it was raised from (pipeline stages raise their own), and so on."""
+    found: list[BaseException] = []
+    following: BaseException | None = error
+    while following is not None and following not in found:
+        found.append(following)
+        following = following.__cause__ or (None if following.__suppress_context__ else following.__context__)
+    return found
+
+
+def _forgiving(annotate: Annotate) -> Annotate:
+    def label(tensor: Any) -> Any:
+        try:
+            return annotate(tensor)
+        except Exception as error:  # noqa: BLE001 - a report without the label is better than none
+            return f"{type(error).__name__}: {error}"
+
+    return label
+
+
+_log = logging.getLogger("torch_remat")
 _lock = threading.Lock()
 _attached: list[OomReports] = []
 _hooked = False
@@ -241,11 +292,6 @@ def _rank() -> int:
     return int(rank) if rank.isdigit() else 0
 
 
-def _write(stream: TextIO, text: str) -> None:
-    stream.write(text)
-    stream.flush()
-
-
 def _present_stack() -> Iterator[FrameType]:
     """The running frames of this thread, innermost first."""
     frame: FrameType | None = sys._getframe(1)
@@ -255,25 +301,29 @@ def _present_stack() -> Iterator[FrameType]:
 
 
 def _stack_of(error: BaseException) -> list[FrameType]:
-    """The frames that ``error`` went through, innermost first."""
-    return [frame for frame, _ in traceback.walk_tb(error.__traceback__)][::-1]
+    """The frames that ``error``, and what it was raised from, went through, innermost first."""
+    return [frame for one in reversed(_causes(error)) for frame, _ in [*traceback.walk_tb(one.__traceback__)][::-1]]
 
 
 def _phase(frames: list[FrameType]) -> tuple[str, str | None, str | None]:
-    """The phase, the checkpoint and the region that ``frames`` are in."""
+    """The phase, the checkpoint and the region that ``frames`` are in. Names are lost with the locals of a frame."""
     region: str | None = None
     for frame in frames:
         code = frame.f_code
         if code in _REGION_CALLS and region is None:
             region = frame.f_locals.get("name")
         if code is replay.__code__:
-            return "replay", display_name(frame.f_locals["tape"].name), region
+            return "replay", _name(frame.f_locals.get("tape")), region
         if code is run_forward.__code__:
-            return "forward", display_name(frame.f_locals["frame"].tape.name), region
+            return "forward", _name(getattr(frame.f_locals.get("frame"), "tape", None)), region
     in_backward = torch._C._current_graph_task_id() != -1 or any(
         frame.f_code.co_name == "_engine_run_backward" for frame in frames
     )
     return "backward" if in_backward else "outside", None, region
+
+
+def _name(tape: Tape | None) -> str | None:
+    return None if tape is None else display_name(tape.name)
 
 
 _REGION_CALLS = (ForwardFrame.call_region.__code__, ReplayFrame.call_region.__code__)

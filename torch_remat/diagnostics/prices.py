@@ -13,7 +13,7 @@ import sys
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, ParamSpec
 
 import torch
@@ -33,7 +33,6 @@ from torch_remat.runtime.observe import Observer
 from torch_remat.runtime.plan import Known, Plan, Step
 from torch_remat.runtime.tape import OutputKind, Region, Spans
 from torch_remat.runtime.tensors import tensors_in
-from torch_remat.runtime.tree import flatten
 
 __all__ = ["profile_regions"]
 
@@ -74,7 +73,7 @@ def profile_regions(function: Callable[P, Any], /, *args: P.args, **kwargs: P.kw
     No gradient changes and nothing is kept alive.
 
     Raises:
-        RuntimeError: called inside a checkpoint.
+        RuntimeError: called inside a checkpoint, or nothing that the function returns requires a gradient.
         TypeError: ``function`` is not callable.
     """
     check_call(function, "profile_regions")
@@ -84,21 +83,20 @@ def profile_regions(function: Callable[P, Any], /, *args: P.args, **kwargs: P.kw
         function = as_body(function)
         counted.count(function, args, kwargs)
     names = list(dict.fromkeys(name for _, name in counted.policies))
-    real = _has_real_data(args, kwargs)
-    progress = _Progress(1 + len(names) + (_TIMED_RUNS if real else 0))
-    kept: dict[_Key, int | None] = {}
+    timed_runs = _TIMED_RUNS if counted.real else 0
+    kept: dict[_Key, int] = {}
     notes: dict[_Key, str] = {}
-    for name in names:
-        progress.advance()
-        _price_bytes(name, function, args, kwargs, counted, kept, notes)
     seconds: dict[_Key, list[float]] = {key: [] for key in counted.policies}
-    for _ in range(_TIMED_RUNS if real else 0):
-        progress.advance()
-        timed = _Run(frozenset(), observed=False)
-        timed.time(function, args, kwargs)
-        for key, value in timed.seconds.items():
-            seconds.setdefault(key, []).append(value)
-    progress.close()
+    with _Progress(1 + len(names) + timed_runs) as progress:
+        for name in names:
+            progress.advance()
+            _price_bytes(name, function, args, kwargs, counted, kept, notes)
+        for _ in range(timed_runs):
+            progress.advance()
+            timed = _Run(frozenset(), observed=False)
+            timed.time(function, args, kwargs)
+            for key, value in timed.seconds.items():
+                seconds.setdefault(key, []).append(value)
     return PriceList(
         tuple(
             RegionPrice(
@@ -122,7 +120,7 @@ def _price_bytes(
     args: Any,
     kwargs: Any,
     counted: _Run,
-    kept: dict[_Key, int | None],
+    kept: dict[_Key, int],
     notes: dict[_Key, str],
 ) -> None:
     """What the regions called ``name`` keep where they alone are saved."""
@@ -131,12 +129,13 @@ def _price_bytes(
     try:
         run.measure(function, args, kwargs)
     except RematError as error:
-        for key in keys:
-            kept[key] = None
-            notes[key] = f"cannot be saved: {str(error).splitlines()[0]}"
+        notes.update(dict.fromkeys(keys, f"cannot be saved: {str(error).splitlines()[0]}"))
         return
     for key in keys:
-        kept[key] = run.kept.get(key, 0)
+        if key in run.kept:
+            kept[key] = run.kept[key]
+        else:
+            notes[key] = "unknown: the function did not call it again"
 
 
 class _Run:
@@ -149,6 +148,7 @@ class _Run:
         self._names: Counter[str] = Counter()
         self._around: Callable[[_Key, Any], Any] | None = None
         self.ran = False
+        self.real = False  # the regions compute something that is there: their time means something
         self.policies: dict[_Key, str] = {}
         self.flops: dict[_Key, int] = {}
         self.collectives: dict[_Key, Counter[str]] = {}
@@ -198,11 +198,12 @@ class _Run:
         from torch.utils.flop_counter import FlopCounterMode
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            collectives = _CountCollectives()
-            with FlopCounterMode(display=False, custom_mapping=_MORE_FLOPS) as flops, collectives:
+            operations = _Operations()
+            with FlopCounterMode(display=False, custom_mapping=_MORE_FLOPS) as flops, operations:
                 result = function(*args, **kwargs)
             self.flops[key] = int(flops.get_total_flops())
-            self.collectives[key] = collectives.found
+            self.collectives[key] = operations.collectives
+            self.real = self.real or operations.real
             return result
 
         self.flops[key], self.collectives[key] = 0, Counter()
@@ -255,33 +256,34 @@ class _Forced(ForwardFrame):
                 output.kind, output.data = OutputKind.PLACEHOLDER, None
 
 
-class _CountCollectives(TorchDispatchMode):
-    """Counts collectives by name."""
+class _Operations(TorchDispatchMode):
+    """Counts collectives by name, and notes whether there is any data.
+
+    The innermost mode of a counted region: it has subclasses such as ``DTensor`` do their part first, so that it and
+    the FLOP counter below it see what this rank computes and sends, not what the whole mesh does.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: Counter[str] = Counter()
+        self.collectives: Counter[str] = Counter()
+        self.real = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(hasattr(kind, "__tensor_flatten__") for kind in types):
+            return NotImplemented
         if getattr(func, "namespace", None) in _COLLECTIVES:
             name = func._schema.name.partition("::")[2].strip("_")
             if not name.startswith(("wait", "wrap")):
-                self.found[name] += 1
-        return func(*args, **(kwargs or {}))
+                self.collectives[name] += 1
+        result = func(*args, **(kwargs or {}))
+        if not self.real:
+            self.real = any(one.device.type != "meta" and type(one) is not FakeTensor for one in tensors_in((result,)))
+        return result
 
 
 def _wait() -> None:
     if torch.accelerator.is_available():
         torch.accelerator.synchronize()
-
-
-def _has_real_data(args: Any, kwargs: Any) -> bool:
-    """Whether running the function takes time that means something."""
-    leaves: list[Any] = []
-    for value in (*args, *kwargs.values()):
-        flatten(value, leaves)
-    tensors: Iterable[Tensor] = tensors_in(leaves)
-    return all(tensor.device.type != "meta" and type(tensor) is not FakeTensor for tensor in tensors)
 
 
 class _Progress:
@@ -293,17 +295,20 @@ class _Progress:
         self._start = time.monotonic()
         self._shown = False
 
+    def __enter__(self) -> _Progress:
+        return self
+
     def advance(self) -> None:
         """One more step begins."""
         self._done += 1
-        if sys.stderr.isatty() and time.monotonic() - self._start > 2:
+        if sys.stderr is not None and sys.stderr.isatty() and time.monotonic() - self._start > 2:
             self._shown = True
             filled = 30 * self._done // self._steps
             bar = "#" * filled + "-" * (30 - filled)
             sys.stderr.write(f"\rprofiling regions [{bar}] {self._done}/{self._steps}")
             sys.stderr.flush()
 
-    def close(self) -> None:
+    def __exit__(self, *error: object) -> None:
         """Take the bar away."""
         if self._shown:
             sys.stderr.write("\r" + " " * 64 + "\r")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import sys
 from typing import Any, TextIO
 
@@ -15,6 +16,8 @@ _UNITS = ("KiB", "MiB", "GiB", "TiB")
 class Report:
     """Base of the frozen dataclasses that reports are made of."""
 
+    __slots__ = ()
+
     def as_dict(self) -> dict[str, Any]:
         """The report as nested dicts, tuples and plain values."""
         if not dataclasses.is_dataclass(self):
@@ -22,8 +25,18 @@ class Report:
         return dataclasses.asdict(self)
 
     def to_json(self, indent: int | None = None) -> str:
-        """The report as JSON."""
-        return json.dumps(self.as_dict(), indent=indent)
+        """The report as JSON. Numbers that are not finite, which JSON does not have, are strings: ``"inf"``."""
+        return json.dumps(_finite(self.as_dict()), indent=indent, allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return value
 
 
 def format_bytes(count: int) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from torch_remat.checkpoint import checkpoint
 from torch_remat.errors import InvalidTypeError, UsageError
@@ -25,7 +26,11 @@ class Root(Frame):
         self.checkpoint_frame = make
 
     def run(self, function: Callable[..., Any], args: Any, kwargs: Any) -> list[Any]:
-        """Call the function with gradients enabled; the leaves of what it returns, which keep its graph alive."""
+        """Call the function with gradients enabled; the leaves of what it returns, which keep its graph alive.
+
+        Raises:
+            RuntimeError: nothing of it requires a gradient: checkpoints then keep and replay nothing.
+        """
         token = current_frame.set(self)
         scope_token = scopes.set(scopes.get())
         try:
@@ -36,6 +41,14 @@ class Root(Frame):
             current_frame.reset(token)
         outputs: list[Any] = []
         flatten(result, outputs)
+        tensors = [one for one in outputs if isinstance(one, Tensor)]
+        if result is None or (tensors and not any(one.requires_grad for one in tensors)):
+            what = "it returned None" if result is None else "nothing that it returned requires a gradient"
+            raise UsageError(
+                f"No backward can come through what the function returned ({what}), so its checkpoints keep and replay "
+                f"nothing. To fix: give it an input or parameters that require a gradient, as in training, and return "
+                f"the output or the loss."
+            )
         return outputs
 
 

@@ -5,11 +5,13 @@ Rules:
  2. Values with equal shape, strides, offset and dtype on one storage are one value with several names.
  3. The first value that covers the whole storage names the row, the others are listed below it. A single value that
     covers a part names the row, too. Several that do so have a row without an owner.
- 4. Wrapper subclasses (``DTensor``) count with the tensors they are made of: their local bytes.
+ 4. Wrapper subclasses (``DTensor``) count with the tensors they are made of: their local bytes. Those that do not say
+    what they are made of count with the tensors among their attributes.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -19,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from torch_remat.diagnostics.graph import unseen
 from torch_remat.diagnostics.report import Report, format_bytes
 from torch_remat.runtime.placeholder import inner_tensors, is_placeholder
 
@@ -85,9 +88,21 @@ class Bill:
         self, values: Iterable[Value], owner: str, annotate: Annotate | None
     ) -> tuple[tuple[StorageRow, ...], dict[str, int]]:
         """Rows for the storages that nobody has been billed for; and how many were, by owner."""
-        by_storage: dict[int, list[Value]] = {}
-        sizes: dict[int, int] = {}
         others: dict[int, str] = {}
+        with unseen():
+            groups = self._new_groups(values, owner, others)
+            made = [_row(_folded(group), size) for group, size in groups if size]
+        if annotate is None:
+            rows = tuple(row for row, _ in made)
+        else:  # the user's code: it runs under the user's modes
+            rows = tuple(dataclasses.replace(row, annotation=_label(annotate(tensor))) for row, tensor in made)
+        return rows, dict(Counter(others.values()))
+
+    def _new_groups(
+        self, values: Iterable[Value], owner: str, others: dict[int, str]
+    ) -> Iterable[tuple[list[Value], int]]:
+        """The values on storages that nobody has been billed for, with the sizes of these; ``others`` gets the rest."""
+        groups: dict[int, tuple[list[Value], int]] = {}
         for value in values:
             storage = value.tensor.untyped_storage()
             key = storage._cdata
@@ -96,14 +111,12 @@ class Bill:
             if key in self._owners:
                 others[key] = self._owners[key]
                 continue
-            if key not in by_storage:
+            if key not in groups:
                 self._alive.append(storage)
-                by_storage[key] = []
-                sizes[key] = storage.nbytes()
-            by_storage[key].append(value)
-        self._owners.update(dict.fromkeys(by_storage, owner))
-        rows = [_row(_folded(group), sizes[key], annotate) for key, group in by_storage.items() if sizes[key]]
-        return tuple(rows), dict(Counter(others.values()))
+                groups[key] = [], storage.nbytes()
+            groups[key][0].append(value)
+        self._owners.update(dict.fromkeys(groups, owner))
+        return groups.values()
 
     def new_storages(self, values: Iterable[Value], owner: str) -> list[tuple[int, int]]:
         """Identity and size of the storages that nobody has been billed for."""
@@ -173,7 +186,23 @@ def _parts(tensor: Tensor, suffix: str) -> Iterator[tuple[str, Tensor]]:
         yield from ((f"{suffix}.ccol", tensor.ccol_indices()), (f"{suffix}.row", tensor.row_indices()))
         yield f"{suffix}.values", tensor.values()
     elif tensor.layout is torch.strided:
-        yield suffix, tensor
+        if tensor.is_nested:
+            yield f"{suffix}.values", tensor.values()
+        elif _has_memory(tensor):
+            yield suffix, tensor
+        else:
+            for name, part in vars(tensor).items():
+                if isinstance(part, Tensor):
+                    yield from _parts(part, f"{suffix}.{name.lstrip('_')}")
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    """False for a wrapper, whose storage has a size and nothing behind it."""
+    try:
+        storage = tensor.untyped_storage()
+        return storage.device.type == "meta" or storage.data_ptr() >= 0  # fake tensors have memory in another place
+    except RuntimeError:
+        return False
 
 
 def _folded(values: list[Value]) -> list[Value]:
@@ -191,8 +220,12 @@ def _folded(values: list[Value]) -> list[Value]:
     return list(found.values())
 
 
-def _row(values: list[Value], size: int, annotate: Annotate | None) -> StorageRow:
-    """Rule 3."""
+def _label(given: Any) -> str | None:
+    return str(given) if given else None
+
+
+def _row(values: list[Value], size: int) -> tuple[StorageRow, Tensor]:
+    """Rule 3; and the tensor for an annotator."""
     runs = [_runs(value.tensor) for value in values]
     used = min(size, _length(run for several in runs for run in several))
     owner = next((value for value, own in zip(values, runs, strict=True) if _length(own) >= size), None)
@@ -202,8 +235,7 @@ def _row(values: list[Value], size: int, annotate: Annotate | None) -> StorageRo
         (value for value in values if value is not owner), key=lambda value: int(value.tensor.storage_offset())
     )
     first = owner or values[0]
-    label = annotate(first.outer if first.outer is not None else first.tensor) if annotate is not None else None
-    return StorageRow(
+    row = StorageRow(
         size,
         owner.label if owner is not None else f"base of {', '.join(value.label for value in others)}",
         tuple(owner.tensor.shape) if owner is not None else None,
@@ -211,8 +243,8 @@ def _row(values: list[Value], size: int, annotate: Annotate | None) -> StorageRo
         str(first.tensor.device),
         used,
         tuple(ViewRow(value.label, tuple(value.tensor.shape), _span(value.tensor)) for value in others),
-        str(label) if label else None,
     )
+    return row, first.tensor if first.outer is None else first.outer
 
 
 def _span(tensor: Tensor) -> int:

@@ -84,7 +84,7 @@ def verify_replay(function: Callable[P, Any], /, *args: P.args, **kwargs: P.kwar
     Raises:
         ValuesDriftError: some value differs. The message has the first; ``error.report`` has them all.
         ReplayError: a replay fails in another way, as it would in backward.
-        RuntimeError: called inside a checkpoint.
+        RuntimeError: called inside a checkpoint, or nothing that the function returns requires a gradient.
         TypeError: ``function`` is not callable.
     """
     check_call(function, "verify_replay")
