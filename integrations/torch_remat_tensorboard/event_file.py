@@ -1,7 +1,7 @@
 """Event files: values of steps in the form that TensorBoard reads, appended and handed to the system at once.
 
-Each session of a job has a file of its own in the folder of the run. TensorBoard reads them one after the other, by
-name, as one run; where a later file begins at a step that an earlier one has passed, the later one is right.
+Each session of a job has a file of its own in the folder of a run. TensorBoard reads them one after the other, by name,
+as one run; where a later file begins at a step that an earlier one has passed, the later one is right.
 """
 
 from __future__ import annotations

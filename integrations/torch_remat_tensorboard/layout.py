@@ -22,25 +22,25 @@ def layout_for(samples: Sequence[Sample]) -> Any:
     """The charts for a job whose ranks give such samples."""
     metrics = metrics_of(samples)
     memory = [metric for metric in metrics if metric.name.endswith(("_gib", "_percent")) and metric.name not in _REPLAY]
-    many = len(samples) > MOST_LINES
-    lines, title = (r"worst_\d+", f"the {WORST} worst ranks") if many else (r"rank_\d+", "all ranks")
+    title = f"the {WORST} worst ranks" if len(samples) > MOST_LINES else "all ranks"
     categories = [
-        (f"Memory, {title}", [_lines(metric, lines) for metric in memory]),
-        (f"Replay, {title}", [_lines(metric, lines) for metric in metrics if metric.name in _REPLAY]),
-        (f"Trouble, {title}", [_lines(metric, lines) for metric in metrics if metric.name in _TROUBLE]),
+        (f"Memory, {title}", [_lines(metric) for metric in memory]),
+        (f"Replay, {title}", [_lines(metric) for metric in metrics if metric.name in _REPLAY]),
+        (f"Trouble, {title}", [_lines(metric) for metric in metrics if metric.name in _TROUBLE]),
     ]
     if len(samples) > 1:
         categories.insert(1, ("Memory, smallest, mean and largest", [_band(metric) for metric in memory]))
     if any(sample.stage is not None for sample in samples):
-        categories.insert(1, ("Memory, worst rank of each stage", [_lines(metric, r"stage_\d+") for metric in memory]))
+        categories.insert(1, ("Memory, worst rank of each stage", [_lines(metric, "stage/") for metric in memory]))
     regions = _chart("Kept after forward by region, largest over the ranks, GiB", f"{ROOT}/region_gib/.*")
     worst = _chart("The worst rank", f"{ROOT}/worst_rank")
     categories.append(("Regions, and who is worst", [regions, worst]))
     return _pb.Layout(category=[_pb.Category(title=name, chart=charts) for name, charts in categories])
 
 
-def _lines(metric: Metric, names: str) -> Any:
-    return _chart(metric.title, f"{ROOT}/{metric.name}/{names}")
+def _lines(metric: Metric, group: str = "") -> Any:
+    """A line for each run that has such a tag: for each rank, or stage."""
+    return _chart(metric.title, f"{ROOT}/{group}{metric.name}")
 
 
 def _chart(title: str, pattern: str) -> Any:

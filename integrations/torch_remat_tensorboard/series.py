@@ -11,10 +11,13 @@ from dataclasses import dataclass
 
 from torch_remat_tensorboard.sample import Sample
 
-__all__ = ["METRICS", "MOST_LINES", "ROOT", "WORST", "Metric", "metrics_of", "scalars", "worst_first"]
+__all__ = ["ALL", "METRICS", "MOST_LINES", "ROOT", "WORST", "Metric", "metrics_of", "scalars", "worst_first"]
 
 ROOT = "remat"
 """All tags begin with this."""
+
+ALL = "all_ranks"
+"""Run of what is said of all ranks together."""
 
 MOST_LINES = 32
 """The most ranks that are shown one by one."""
@@ -94,26 +97,35 @@ def worst_first(samples: Sequence[Sample]) -> list[Sample]:
     return sorted(samples, key=lambda sample: (-pressure(sample), sample.rank))
 
 
-def scalars(samples: Sequence[Sample]) -> dict[str, float]:
-    """The points of one step, by tag."""
+def scalars(samples: Sequence[Sample]) -> dict[str, dict[str, float]]:
+    """The points of one step: name of the run -> tag -> value.
+
+    A rank is a run, so TensorBoard draws one chart for all of them, each in a colour of its own; so is a stage. What is
+    said of all ranks together is the run `ALL`.
+    """
     worst = worst_first(samples)
-    lines = _lines(samples, worst)
+    metrics = metrics_of(samples)
+    points: dict[str, dict[str, float]] = {ALL: _of_all(samples, metrics, worst)}
+    for name, sample in _lines(samples, worst).items():
+        figures = {f"{ROOT}/{metric.name}": metric.value(sample) for metric in metrics}
+        points[name] = {tag: value for tag, value in figures.items() if value is not None}
     stages: dict[int, list[Sample]] = {}
     for sample in samples:
         if sample.stage is not None:
             stages.setdefault(sample.stage, []).append(sample)
+    for stage, members in sorted(stages.items()):
+        figures = {f"{ROOT}/stage/{metric.name}": max(_values(metric, members), default=None) for metric in metrics}
+        points[f"stage_{stage}"] = {tag: value for tag, value in figures.items() if value is not None}
+    return points
+
+
+def _of_all(samples: Sequence[Sample], metrics: Sequence[Metric], worst: Sequence[Sample]) -> dict[str, float]:
     points: dict[str, float] = {f"{ROOT}/worst_rank": worst[0].rank}
-    for metric in metrics_of(samples):
-        for name, sample in lines.items():
-            _put(points, f"{ROOT}/{metric.name}/{name}", metric.value(sample))
-        values = [value for sample in samples if (value := metric.value(sample)) is not None]
-        if len(samples) > 1:
-            points[f"{ROOT}/{metric.name}/min"] = min(values)
-            points[f"{ROOT}/{metric.name}/mean"] = sum(values) / len(values)
-            points[f"{ROOT}/{metric.name}/max"] = max(values)
-        for stage, members in sorted(stages.items()):
-            found = [value for sample in members if (value := metric.value(sample)) is not None]
-            _put(points, f"{ROOT}/{metric.name}/stage_{stage}", max(found, default=None))
+    for metric in metrics if len(samples) > 1 else ():
+        values = _values(metric, samples)
+        points[f"{ROOT}/{metric.name}/min"] = min(values)
+        points[f"{ROOT}/{metric.name}/mean"] = sum(values) / len(values)
+        points[f"{ROOT}/{metric.name}/max"] = max(values)
     regions: dict[str, int] = {}
     for sample in samples:
         for label, size in sample.regions:
@@ -123,13 +135,12 @@ def scalars(samples: Sequence[Sample]) -> dict[str, float]:
 
 
 def _lines(samples: Sequence[Sample], worst: Sequence[Sample]) -> dict[str, Sample]:
-    """The ranks that have a line of their own, by its name."""
+    """The ranks that have a line of their own, by the name of its run."""
     if len(samples) <= MOST_LINES:
         width = len(str(len(samples) - 1))
         return {f"rank_{sample.rank:0{width}d}": sample for sample in samples}
     return {f"worst_{place}": sample for place, sample in enumerate(worst[:WORST], 1)}
 
 
-def _put(points: dict[str, float], tag: str, value: float | None) -> None:
-    if value is not None:
-        points[tag] = value
+def _values(metric: Metric, samples: Sequence[Sample]) -> list[float]:
+    return [value for sample in samples if (value := metric.value(sample)) is not None]

@@ -13,7 +13,7 @@ from torch_remat_tensorboard.heatmap import heatmap
 from torch_remat_tensorboard.layout import layout_for
 from torch_remat_tensorboard.recording import Recording
 from torch_remat_tensorboard.report import step_report
-from torch_remat_tensorboard.series import MOST_LINES, ROOT, scalars
+from torch_remat_tensorboard.series import ALL, MOST_LINES, ROOT, scalars
 
 __all__ = ["HEATMAP", "REPORT", "RunWriter"]
 
@@ -32,7 +32,7 @@ class RunWriter:
     def __init__(self, folder: Path, image_every: int) -> None:
         self._folder = folder
         self._image_every = image_every
-        self._events: EventFile | None = None
+        self._runs: dict[str, EventFile] = {}
         self._recording: Recording | None = None
         self._undrawn: Gathered | None = None
         self._broken = False
@@ -40,7 +40,7 @@ class RunWriter:
     def last_step(self) -> int:
         """The last step of the run so far; 0 where there is none."""
         try:
-            return event_file.last_step(self._folder)
+            return event_file.last_step(self._folder / ALL)
         except OSError as error:
             self._give_up(error)
             return 0
@@ -56,36 +56,41 @@ class RunWriter:
 
     def close(self) -> None:
         """Draw the last step and close the files."""
-        if not self._broken:
+        if not self._broken and self._undrawn is not None:
             try:
-                if self._events is not None and self._undrawn is not None:
-                    self._draw(self._events, self._undrawn)
+                self._put(ALL, self._undrawn, [self._picture(self._undrawn)])
             except OSError as error:
                 self._give_up(error)
         self._close_files()
 
     def _write(self, gathered: Gathered, hparams: dict[str, Any]) -> None:
+        points = scalars(gathered.samples)
         values: list[Any] = []
-        if self._events is None:
-            self._events = EventFile(self._folder, gathered.step)
+        first = not self._runs
+        if first:
+            values += [event_file.layout(layout_for(gathered.samples)), *event_file.hparams(hparams)]
             if len(gathered.samples) <= MOST_LINES:
                 self._recording = Recording(self._folder, hparams)
-            values = [event_file.layout(layout_for(gathered.samples)), *event_file.hparams(hparams)]
-            self._draw(self._events, gathered)
-        elif gathered.step % self._image_every == 0:
-            self._draw(self._events, gathered)
+        if first or gathered.step % self._image_every == 0:
+            values.append(self._picture(gathered))
         else:
             self._undrawn = gathered
-        values += [event_file.scalar(tag, value) for tag, value in scalars(gathered.samples).items()]
         values.append(event_file.text(REPORT, step_report(gathered.step, gathered.samples)))
-        self._events.write(gathered.step, gathered.time, values)
+        # Last what a run that is continued goes by: a step that is there is there for every rank.
+        for name, line in sorted(points.items(), key=lambda one: one[0] == ALL):
+            more = values if name == ALL else []
+            self._put(name, gathered, [*(event_file.scalar(tag, value) for tag, value in line.items()), *more])
         if self._recording is not None:
             self._recording.write(gathered)
 
-    def _draw(self, events: EventFile, gathered: Gathered) -> None:
+    def _put(self, run: str, gathered: Gathered, values: list[Any]) -> None:
+        if run not in self._runs:
+            self._runs[run] = EventFile(self._folder / run, gathered.step)
+        self._runs[run].write(gathered.step, gathered.time, values)
+
+    def _picture(self, gathered: Gathered) -> Any:
         self._undrawn = None
-        picture = event_file.image(HEATMAP, *heatmap(gathered.samples))
-        events.write(gathered.step, gathered.time, [picture])
+        return event_file.image(HEATMAP, *heatmap(gathered.samples))
 
     def _give_up(self, error: OSError) -> None:
         self._broken = True
@@ -99,10 +104,10 @@ class RunWriter:
         )
 
     def _close_files(self) -> None:
-        for file in (self._events, self._recording):
+        for file in (*self._runs.values(), self._recording):
             if file is not None:
                 try:
                     file.close()
                 except OSError:
                     self._broken = True  # what it still held is lost, as the warning says
-        self._events = self._recording = None
+        self._runs, self._recording = {}, None

@@ -47,34 +47,53 @@ def kept_in(report):
 
 
 class Board:
-    """A run as TensorBoard's reader sees it."""
+    """What a dashboard has written, as TensorBoard's own reader sees it."""
 
     def __init__(self, folder):
-        limits = {"scalars": 0, "images": 0, "tensors": 0}
-        self.events = EventAccumulator(str(folder), size_guidance=limits).Reload()
-
-    def line(self, tag):
-        """Step -> value."""
-        return {event.step: event.value for event in self.events.Scalars(tag)}
+        self.folder = Path(folder)
+        self._read = {}
 
     @property
-    def tags(self):
-        """Tags of lines."""
-        return self.events.Tags()["scalars"]
+    def runs(self):
+        """Names of the runs."""
+        return sorted(path.name for path in self.folder.iterdir() if path.is_dir())
 
-    def texts(self, tag="remat/worst_rank_report"):
-        """Step -> text."""
-        return {event.step: event.tensor_proto.string_val[0].decode() for event in self.events.Tensors(tag)}
+    def events(self, run="all_ranks"):
+        """The reader of one run, with everything loaded."""
+        if run not in self._read:
+            limits = {"scalars": 0, "images": 0, "tensors": 0}
+            self._read[run] = EventAccumulator(str(self.folder / run), size_guidance=limits).Reload()
+        return self._read[run]
 
-    def images(self, tag="remat/kept_by_rank_and_region"):
-        """Step -> PNG."""
-        return {event.step: event.encoded_image_string for event in self.events.Images(tag)}
+    def line(self, run, tag):
+        """Step -> value."""
+        return {event.step: event.value for event in self.events(run).Scalars(f"remat/{tag}")}
 
-    def bytes(self, tag):
+    def bytes(self, run, tag):
         """Step -> bytes, of a line in GiB, which TensorBoard keeps in single precision."""
-        return {step: round(value * GIB) for step, value in self.line(tag).items()}
+        return {step: round(value * GIB) for step, value in self.line(run, tag).items()}
+
+    @property
+    def steps(self):
+        """Steps that all ranks have."""
+        found = [set(self.line(run, "kept_gib")) for run in self.runs if run.startswith("rank_")]
+        assert all(one == found[0] for one in found)
+        return found[0]
+
+    @property
+    def texts(self):
+        """Step -> text."""
+        texts = self.events().Tensors("remat/worst_rank_report")
+        return {event.step: event.tensor_proto.string_val[0].decode() for event in texts}
+
+    @property
+    def images(self):
+        """Step -> PNG."""
+        return {
+            event.step: event.encoded_image_string for event in self.events().Images("remat/kept_by_rank_and_region")
+        }
 
 
-def event_files(folder):
+def event_files(folder, run="all_ranks"):
     """The event files of a run, oldest first."""
-    return sorted(Path(folder).glob("events.out.tfevents.*"))
+    return sorted(Path(folder, run).glob("events.out.tfevents.*"))

@@ -16,28 +16,28 @@ def test_each_rank_has_the_lines_that_its_own_reports_say(tmp_path):
     board = Board(tmp_path)
     for rank in (0, 1):
         assert reports[rank] == [(INPUT + WIDE) * (1, 3)[rank]] * 3
-        assert list(board.bytes(f"remat/kept_gib/rank_{rank}").values()) == reports[rank]
-        assert board.line(f"remat/replays/rank_{rank}") == dict.fromkeys((1, 2, 3), (1, 3)[rank])
-    assert board.bytes("remat/kept_gib/mean") == dict.fromkeys((1, 2, 3), sum(one[0] for one in reports) // 2)
-    assert board.line("remat/worst_rank") == {1: 1, 2: 1, 3: 1}
-    assert board.texts()[2].startswith("**Step 2: rank 1 is the worst of 2**")
+        assert list(board.bytes(f"rank_{rank}", "kept_gib").values()) == reports[rank]
+        assert board.line(f"rank_{rank}", "replays") == dict.fromkeys((1, 2, 3), (1, 3)[rank])
+    assert board.bytes("all_ranks", "kept_gib/mean") == dict.fromkeys((1, 2, 3), sum(one[0] for one in reports) // 2)
+    assert board.line("all_ranks", "worst_rank") == {1: 1, 2: 1, 3: 1}
+    assert board.texts[2].startswith("**Step 2: rank 1 is the worst of 2**")
     assert len(event_files(tmp_path)) == 1
 
 
 def test_an_uneven_pipeline_shows_its_first_rank_as_worst(tmp_path):
     values(run_ranks(boards_on_ranks.pipeline, 2, tmp_path))
     board = Board(tmp_path)
-    assert board.line("remat/worst_rank") == {1: 0, 2: 0}
+    assert board.line("all_ranks", "worst_rank") == {1: 0, 2: 0}
     # Two microbatches in flight in two blocks; the first block's inputs are views of one tensor with all microbatches.
     first = 6 * INPUT + 2 * INPUT + 4 * WIDE
     # One in flight; what the stage has received is a leaf that requires a gradient, and the pipeline's own.
     last = INPUT + 2 * WIDE
-    assert board.bytes("remat/kept_gib/rank_0") == {1: first, 2: first}
-    assert board.bytes("remat/kept_gib/rank_1") == {1: last, 2: last}
-    assert board.line("remat/kept_gib/stage_0") == board.line("remat/kept_gib/rank_0")
-    assert board.line("remat/kept_gib/stage_1") == board.line("remat/kept_gib/rank_1")
-    assert board.line("remat/replays/rank_0") == {1: 12, 2: 12}
-    assert board.texts()[1].startswith("**Step 1: rank 0 (stage 0) is the worst of 2**")
+    assert board.bytes("rank_0", "kept_gib") == {1: first, 2: first}
+    assert board.bytes("rank_1", "kept_gib") == {1: last, 2: last}
+    assert board.line("stage_0", "stage/kept_gib") == board.line("rank_0", "kept_gib")
+    assert board.line("stage_1", "stage/kept_gib") == board.line("rank_1", "kept_gib")
+    assert board.line("rank_0", "replays") == {1: 12, 2: 12}
+    assert board.texts[1].startswith("**Step 1: rank 0 (stage 0) is the worst of 2**")
 
 
 def test_any_rank_can_write(tmp_path):
@@ -72,4 +72,4 @@ def test_a_killed_rank_leaves_every_step_before(tmp_path):
     assert status != 0
     assert "torch_remat_tensorboard" not in errors.partition("Traceback")[0]
     assert steps_in(tmp_path) == {1, 2, 3}
-    assert Board(tmp_path).line("remat/kept_gib/rank_1")[3] * GIB == 2 * (INPUT + WIDE)
+    assert Board(tmp_path).line("rank_1", "kept_gib")[3] * GIB == 2 * (INPUT + WIDE)

@@ -15,10 +15,13 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 __all__ = ["jobs"]
 
 
-def lines(folder):
+def lines(folder, run):
     """Tag -> step -> value, by TensorBoard's own reader."""
-    events = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
-    return {tag: {one.step: one.value for one in events.Scalars(tag)} for tag in events.Tags()["scalars"]}
+    events = EventAccumulator(str(folder / run), size_guidance={"scalars": 0}).Reload()
+    return {
+        tag.removeprefix("remat/"): {one.step: one.value for one in events.Scalars(tag)}
+        for tag in events.Tags()["scalars"]
+    }
 
 
 class FakeTrainer:
@@ -50,7 +53,7 @@ def test_each_step_of_the_trainer_is_one_of_the_dashboard(tmp_path, series):
     trainer = FakeTrainer(tmp_path, "memory", series)
     assert memory_dashboard._watched(FakeTrainer.train)(trainer) == "done"
     assert trainer.logged == [1, 2, 3]
-    assert set(lines(tmp_path / "memory")["remat/step_ms/rank_0"]) == {1, 2, 3}
+    assert set(lines(tmp_path / "memory", "rank_0")["step_ms"]) == {1, 2, 3}
     assert "train_step" not in vars(trainer)
     assert not hasattr(trainer.metrics_processor, "log")
 
@@ -71,7 +74,7 @@ def test_an_exception_of_the_trainer_passes_and_leaves_its_steps(tmp_path):
     trainer = Fails(tmp_path, "memory", "0.3")
     with pytest.raises(ZeroDivisionError):
         memory_dashboard._watched(FakeTrainer.train)(trainer)
-    assert set(lines(tmp_path / "memory")["remat/step_ms/rank_0"]) == {1, 2}
+    assert set(lines(tmp_path / "memory", "rank_0")["step_ms"]) == {1, 2}
 
 
 def test_the_options_that_say_something_are_the_hparams():
@@ -92,14 +95,14 @@ def test_where_tensorboard_is_missing_the_option_is_refused():
 @pytest.mark.job
 def test_a_job_of_two_ranks_shows_both(jobs, tmp_path):
     job = jobs.run(*remat("attention.wo", "feed_forward.*", memory_dashboard=str(tmp_path)))
-    found = lines(tmp_path)
     for rank in (0, 1):
-        assert set(found[f"remat/kept_gib/rank_{rank}"]) == set(range(1, STEPS + 1))
-        assert set(found[f"remat/replays/rank_{rank}"].values()) == {job.last("replays")[rank]}
-    assert {tag for tag in found if "region_gib" in tag} >= {
-        "remat/region_gib/layers.*::attention.wo",
-        "remat/region_gib/layers.*::feed_forward.w1",
-        "remat/region_gib/layers.*::inputs",
+        found = lines(tmp_path, f"rank_{rank}")
+        assert set(found["kept_gib"]) == set(range(1, STEPS + 1))
+        assert set(found["replays"].values()) == {job.last("replays")[rank]}
+    assert {tag for tag in lines(tmp_path, "all_ranks") if "region_gib" in tag} >= {
+        "region_gib/layers.*::attention.wo",
+        "region_gib/layers.*::feed_forward.w1",
+        "region_gib/layers.*::inputs",
     }
 
 
@@ -108,7 +111,7 @@ def test_a_job_of_two_ranks_shows_both(jobs, tmp_path):
 def test_the_first_stage_of_a_pipeline_is_worst(jobs, tmp_path):
     schedule = ["--parallelism.pipeline_parallel_degree=2", "--parallelism.pipeline_parallel_schedule=1F1B"]
     jobs.run(*remat("attention.wo", "feed_forward.*", memory_dashboard=str(tmp_path)), *schedule)
-    found = lines(tmp_path)
-    assert set(found["remat/worst_rank"].values()) == {0}
-    for step, kept in found["remat/kept_gib/stage_0"].items():
-        assert kept > 1.5 * found["remat/kept_gib/stage_1"][step]
+    assert set(lines(tmp_path, "all_ranks")["worst_rank"].values()) == {0}
+    last = lines(tmp_path, "stage_1")["stage/kept_gib"]
+    for step, kept in lines(tmp_path, "stage_0")["stage/kept_gib"].items():
+        assert kept > 1.5 * last[step]
