@@ -294,6 +294,21 @@ class TestP1Composition:
         options: dict[str, Any] = {"saved_tensors_hooks": (torch.clone, lambda tensor: tensor)} if hooks else {}
         compare(body, (x.detach().requires_grad_(),), options=options, engine=engine)
 
+    @pytest.mark.parametrize("policy", ["-", "S", "R"])
+    @pytest.mark.parametrize("lengths", [list, torch.tensor])
+    def test_p1_operation_that_a_dispatch_mode_changes(
+        self, engine: EagerEngine, policy: str, lengths: Callable[[list[int]], Any]
+    ) -> None:
+        """Under a mode, as in the observed call, ``ctc_loss`` saves other tensors."""
+        targets = torch.tensor([[1, 2]])
+
+        def body(t: Tensor) -> Tensor:
+            t = torch.exp(torch.sin(t)).log_softmax(-1)[:, None, :]
+            return under(policy, F.ctc_loss, "ctc")(t, targets, lengths([5]), lengths([2])) * t
+
+        x = torch.randn(5, 4, dtype=torch.float64, requires_grad=True)
+        compare(body, (x,), engine=engine, calls=4)
+
     def test_p1_grad_enabled_inside_no_grad(self, engine: EagerEngine, x: Tensor) -> None:
         """Under ambient no_grad the body is a plain function; a graph that it builds is an ordinary one."""
 

@@ -87,6 +87,7 @@ class BodyGraph:
         self.overwritten: dict[int, int] = {}  # a SAVE region modified another's output: node after -> node before
         self.random: str | None = None
         self.own_generators = False
+        self.under_mode = False
         self.readers: dict[int, str] = {}  # source -> who reads it first, once there is a plan
         self._events: list[_Event] = []
         self._aliases: list[_Alias] = []
@@ -251,7 +252,9 @@ class BodyGraph:
             if wanted
             else ()
         )
-        return Plan(steps, len(self.tape.slots), frozenset(inputs), to_end, self.random, self.own_generators, found)
+        slots = len(self.tape.slots)
+        random, own = self.random, self.own_generators
+        return Plan(steps, slots, frozenset(inputs), to_end, random, own, found, self.under_mode)
 
     def check_replay(self, slots: list[Slot], changed: list[tuple[str, Any]]) -> None:
         """Refuse what the replay just observed has read and should not have: what is no longer as forward left it.

@@ -49,6 +49,7 @@ from torch_remat.runtime.plan import Plan, Step, registry
 from torch_remat.runtime.region_outputs import SaveOutputs, note_address
 from torch_remat.runtime.region_saves import RegionSaves
 from torch_remat.runtime.region_writes import unobserved_writes
+from torch_remat.runtime.state import SameOperations
 from torch_remat.runtime.tape import (
     Kept,
     Output,
@@ -97,6 +98,7 @@ class ForwardFrame(Frame):
         self.layouts = self.known.layouts
         self.plans: list[Plan] = []
         self.observer: Observer | None = None
+        self.under_mode = False
         tape.under_mode = bool(torch._C._len_torch_dispatch_stack())
         if self.known.wants_observing():
             tape.under_mode = True
@@ -104,6 +106,8 @@ class ForwardFrame(Frame):
             self.observer.inputs(leaves)
         else:
             self.plans = self.known.plans
+            self.under_mode = self.known.under_mode
+            tape.under_mode = tape.under_mode or self.under_mode
         self.wraps = bool(events.region_called.listeners) or profiling()
         if tape.check is not None:
             self.hook = tape.check.forward_hook(self)
@@ -450,10 +454,14 @@ def run_forward(frame: ForwardFrame, function: Any, args: Any, kwargs: Any) -> A
     try:
         push_hooks(frame.hook, frame.unpack)
         try:
-            if frame.observer is None:
-                return function(*args, **kwargs)
-            with HostReads(frame.observer.host_read), frame.observer:
-                return function(*args, **kwargs)
+            observer = frame.observer
+            if observer is not None:
+                with HostReads(observer.host_read, observer.mode_dependent), observer:
+                    return function(*args, **kwargs)
+            if frame.under_mode:
+                with SameOperations():
+                    return function(*args, **kwargs)
+            return function(*args, **kwargs)
         finally:
             pop_hooks()
     finally:

@@ -143,6 +143,10 @@ class Observer(TorchDispatchMode):
             reads = self.graph.sources(storage_keys(tensor))
             self.graph.roots.append(self.graph.add(OP, reads, f"{method}() at {user_line()}"))
 
+    def mode_dependent(self) -> None:
+        """A function is called that does something else under a dispatch mode: later calls have to run under one."""
+        self.graph.under_mode = self.graph.under_mode or self._in_region is None
+
     # --- The dispatch mode
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -69,6 +69,8 @@ class Plan:
     """Recomputed code draws from generators other than the default ones: replay is watched."""
     externals: tuple[Any, ...] = ()
     """Where the parameters and buffers that replay reads are found; see ``externals.py``."""
+    under_mode: bool = False
+    """Some operation saves other tensors under a dispatch mode, as the observed call was: all calls run under one."""
 
     @property
     def path(self) -> Path:
@@ -82,7 +84,7 @@ Path = tuple[Any, ...]
 class Known:
     """What is known of one body: plans, newest first, and paths that were taken without being observed."""
 
-    __slots__ = ("layouts", "plans", "suspect", "trusted", "unobserved")
+    __slots__ = ("layouts", "plans", "suspect", "trusted", "under_mode", "unobserved")
 
     _TRIES = 8
     _PATHS = 16
@@ -91,6 +93,7 @@ class Known:
         self.trusted = trusted  # False: many bodies share this entry, and nothing is learned from any of them
         self.suspect = False  # a generator moved during a replay, perhaps in another thread: watch the next one
         self.plans: list[Plan] = []
+        self.under_mode = False  # one of the plans needs a dispatch mode around the body
         self.layouts: list[Any] = []  # shape, dtype and device of each save in the latest call, for the next to share
         self.unobserved: dict[Path, int] = {}
 
@@ -108,6 +111,7 @@ class Known:
         for other in self.unobserved:
             self.unobserved[other] += 1
         self.plans = [plan, *[one for one in self.plans if one.path != path]][: self._PATHS]
+        self.under_mode = any(one.under_mode for one in self.plans)
 
     def missed(self, path: Path) -> None:
         """A call took ``path``, for which there is no plan."""
