@@ -48,10 +48,23 @@ def attention(
     return (out, lse) if return_lse else out
 
 
+def with_bias(init_weights):
+    """0.2 leaves the bias of GPT-OSS's routers as it finds it in memory, which deterministic runs fill with NaN."""
+
+    def init(self, init_std):
+        init_weights(self, init_std)
+        if self.gate.bias is not None:
+            torch.nn.init.zeros_(self.gate.bias)
+
+    return init
+
+
 stand_in_for_missing_packages("torchvision")
 if host_series() == "0.2":
     wrapper = importlib.import_module("torchtitan.models.attention").FlexAttentionWrapper
     wrapper.forward = lambda self, q, k, v, **options: attention(q, k, v, **options)
+    router = importlib.import_module("torchtitan.models.moe.moe").TokenChoiceTopKRouter
+    router.init_weights = with_bias(router.init_weights)
 else:
     wrapper = importlib.import_module("torchtitan.models.common.attention").FlexAttention
     wrapper.compiled_flex_attn = staticmethod(attention)

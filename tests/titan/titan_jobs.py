@@ -1,6 +1,7 @@
 """Real jobs on two CPU ranks: torchtitan's debug models on English text, with the flags that a user would type."""
 
 import json
+import math
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -69,6 +70,7 @@ class Jobs:
         if not fails:
             # The teardown of gloo may end a finished process with a signal: what counts is that all steps are there.
             assert [len(one) for one in found] == [STEPS] * ranks, text[-6000:]
+            assert all(math.isfinite(row["loss"]) and row["grad_norm"] > 0 for one in found for row in one)
         return Job(found, text, done.returncode)
 
     def common(self, home: Path) -> list[str]:
