@@ -495,7 +495,7 @@ def _modified(output: Output) -> bool:
         return False
     if isinstance(output.version, tuple):
         version, probe = output.version
-        return probe is not None and probe._version != version
+        return version is None or (probe is not None and probe._version != version)
     return version_of(output.data) != output.version
 
 

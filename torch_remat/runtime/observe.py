@@ -242,15 +242,17 @@ class Observer(TorchDispatchMode):
         """Outputs of one region that share memory do so in the copies, too."""
         by_region: dict[int, list[Output]] = {}
         for region, output in origins:
-            if output.kind is OutputKind.KEPT and not output.cloned:
+            if output.kind is not OutputKind.KEPT or output.cloned:
+                continue
+            if output.unpack is not None and not isinstance(output.unpack, tuple):
+                output.version = (None, None)  # a hook has packed it: refused at the end, if replay reads it
+            else:
                 by_region.setdefault(region, []).append(output)
         for region, outputs in by_region.items():
             record = self._tape.order[region]
             tensors = [output.data for output in outputs]
-            waiting = [isinstance(output.unpack, tuple) for output in outputs]
-            if any(output.unpack is not None and not waits for output, waits in zip(outputs, waiting, strict=True)):
-                raise output_modified(self._tape, record)  # a hook has packed it
-            if not share_alike(tensors) or (any(waiting) and len(together(tensors)) < len(tensors)):
+            waiting = any(output.unpack is not None for output in outputs)
+            if not share_alike(tensors) or (waiting and len(together(tensors)) < len(tensors)):
                 raise ModifiedError(
                     f"Region {display_name(self._tape.name, record.name)} (recompute=False) has returned tensors in "
                     f"one memory, which is now modified in place; they are of different kinds or go through "

@@ -12,11 +12,15 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
+from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torch_remat.runtime.dynamo import frames_compiled_by, set_frames_compiled_by
 
 __all__ = ["Ambient", "RecomputeStateHook", "restored"]
+
+# Under a dispatch mode of the user's nothing is compiled, and compiled functions run as they are.
+_nothing_compiled = getattr(_python_dispatch, "is_in_any_mode_without_ignore_compile_internals", lambda: False)
 
 
 @runtime_checkable
@@ -48,7 +52,7 @@ class Ambient:
         if any(map(torch.is_autocast_enabled, _autocast_devices())):
             self.autocast = _autocast()
         self.default_dtype = torch.get_default_dtype()
-        self.compiled_by = frames_compiled_by()
+        self.compiled_by = None if _nothing_compiled() else frames_compiled_by()
         self.modes: list[Any] = []
         if torch._C._len_torch_function_stack():
             self.modes = _get_current_function_mode_stack()
