@@ -16,7 +16,7 @@ __all__ = ["columns_of", "heatmap", "rows_of"]
 
 MOST_COLUMNS = 16
 
-_CELL_WIDTH, _CELL_HEIGHT, _GAP = 84, 22, 6
+_CELL_WIDTH, _CELL_HEIGHT, _GAP = 92, 26, 6
 _WHITE, _INK = (255, 255, 255), (20, 24, 40)
 _LIGHT, _DARK = (237, 243, 251), (8, 48, 107)
 
@@ -40,7 +40,7 @@ def heatmap(samples: Sequence[Sample]) -> tuple[bytes, tuple[int, int]]:
     """The picture as a PNG, and its size."""
     rows, columns = rows_of(samples), columns_of(samples)
     worst = worst_first(samples)[0].rank
-    font = ImageFont.load_default(size=12)
+    font = ImageFont.load_default(size=14)
     names = [f"rank {sample.rank}" + _stage(sample) + (" (worst)" if sample.rank == worst else "") for sample in rows]
     left = 2 * _GAP + max(int(font.getlength(name)) for name in names)
     top = 2 * _GAP + max((int(font.getlength(label)) for label in columns), default=0)
@@ -77,7 +77,7 @@ def _shade(share: float) -> tuple[int, int, int]:
 
 def _upright(image: Image.Image, text: str, foot: tuple[int, int], font: Any) -> None:
     """Draw `text` turned to read upwards, with the middle of its beginning at `foot`."""
-    height = 16
+    height = 20
     label = Image.new("RGB", (int(font.getlength(text)) + 2, height), _WHITE)
     ImageDraw.Draw(label).text((1, height // 2), text, _INK, font, anchor="lm")
     turned = label.rotate(90, expand=True)

@@ -7,7 +7,7 @@ import pytest
 from boards import GIB
 from PIL import Image
 
-from torch_remat_tensorboard.heatmap import columns_of, heatmap, rows_of
+from torch_remat_tensorboard.heatmap import _CELL_HEIGHT, _CELL_WIDTH, _GAP, columns_of, heatmap, rows_of
 from torch_remat_tensorboard.layout import layout_for
 from torch_remat_tensorboard.report import step_report
 from torch_remat_tensorboard.sample import Sample
@@ -141,7 +141,9 @@ def test_the_picture_has_a_row_per_rank_and_darker_cells_for_more():
     columns = columns_of(samples)
     assert columns == ["layers.*::attention.wo", "layers.*::inputs"]
     width, height = size
-    corners = [image.getpixel((width - 2 * 84 - 2, height - 6 - 22 * (3 - row) + 2)) for row in range(3)]
+    corners = [
+        image.getpixel((width - 2 * _CELL_WIDTH - 2, height - _GAP - _CELL_HEIGHT * (3 - row) + 2)) for row in range(3)
+    ]
     brightness = [sum(pixel) for pixel in corners]
     assert brightness[0] > brightness[1] > brightness[2]
 
