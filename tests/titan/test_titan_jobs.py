@@ -207,13 +207,14 @@ def test_two_parallelisms_at_once(jobs, parallel):  # noqa: F811
 @pytest.mark.parametrize("name", [name for name in FAMILIES.get(SERIES or "", {}) if name != "deepseek_v3"])
 @pytest.mark.job
 def test_another_family(jobs, name):  # noqa: F811
-    launcher = (str(Path(__file__).parent / "family_trainer.py"),)
+    options = {"launcher": (str(Path(__file__).parent / "family_trainer.py"),), "ranks": 1}
     sizes = ("--training.seq_len=32", "--training.local_batch_size=1")
     if (SERIES, name) == ("0.3", "gpt_oss"):
-        sizes += ("--training.mixed_precision_param=bfloat16",)  # its experts compute in that alone
-    expected = jobs.run(*family(name), *sizes, *mode("none"), launcher=launcher)
-    for options in ({"preset": "attention"}, {"preset": "matmuls", "determinism_check": "bitwise"}):
-        job = jobs.run(*family(name), *sizes, *remat(**options), launcher=launcher)
-        assert job.figures == expected.figures, options
-        assert job.last("replays") == job.last("forwards")
-        assert min(job.last("forwards")) >= 4
+        # Its experts compute in bfloat16 alone, which is a matter of FSDP2, and slow on most CPUs.
+        sizes = ("--training.seq_len=16", "--training.local_batch_size=1", "--training.mixed_precision_param=bfloat16")
+        options["ranks"] = 2
+    expected = jobs.run(*family(name), *sizes, *mode("none"), **options)
+    job = jobs.run(*family(name), *sizes, *remat(preset="matmuls", determinism_check="bitwise"), **options)
+    assert job.figures == expected.figures
+    assert job.last("replays") == job.last("forwards")
+    assert min(job.last("forwards")) >= 4
