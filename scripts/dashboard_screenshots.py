@@ -19,6 +19,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import IO
 
 from PIL import Image
 
@@ -48,7 +49,7 @@ def main() -> int:
             for name, (page, size, scale) in PAGES.items():
                 path = options.output / f"{name}.png"
                 screenshot(f"{address}#{page}", path, size, scale)
-                Image.open(path).convert("P", palette=Image.Palette.ADAPTIVE, colors=64).save(path, optimize=True)
+                Image.open(path).convert("P", palette=Image.Palette.ADAPTIVE, colors=160).save(path, optimize=True)
                 print(path)
     return 0
 
@@ -110,8 +111,9 @@ def _replayed(folder: Path) -> Path:
     return folder
 
 
-def _address(process: subprocess.Popen[bytes], log: tempfile._TemporaryFileWrapper[str]) -> str:
+def _address(process: subprocess.Popen[bytes], log: IO[str]) -> str:
     """What the server says of itself, once it is up."""
+    said = ""
     for _ in range(600):
         log.seek(0)
         said = log.read()

@@ -1,7 +1,8 @@
 """The main job: torchtitan's Llama 3 debug model, the same steps without checkpointing, recomputed, with regions.
 
 Runs the three under torchrun (every GPU over NCCL, or two CPU ranks over gloo), shows each step as it ends, and ends
-with one table. Exit status 1 when a run failed or a loss or gradient norm of any step differs in any digit.
+with one table and the command that shows the memory of every rank in TensorBoard. Exit status 1 when a run failed or a
+loss or gradient norm of any step differs in any digit.
 
 A run is judged by the rows its ranks wrote, one per step, not by the exit status of its teardown: a gloo thread can
 abort a process that has finished training. A run that ended before its last step has failed.
@@ -26,6 +27,9 @@ sys.path[:0] = [str(PROJECT), str(PROJECT / "integrations")]
 from torch_remat_titan.text import TextAssets, prepare_text  # noqa: E402  (the path is set above)
 
 RUNS = {"none": "no checkpointing", "full": "full recomputation", "regions": "regions"}
+DASHBOARD = "memory"
+"""The folder in which the run with regions shows the memory of its ranks."""
+
 WARM_UP_STEPS = 3
 """Steps left out of the speed: first allocations, and the one whose forward is watched for kept bytes."""
 
@@ -86,6 +90,7 @@ def main() -> int:
         print("\nFAILED: the runs do not agree.\n" + "\n".join(differences), file=sys.stderr)
         return 1
     print(f"\nLoss and gradient norm of {options.steps} steps on {ranks} ranks: equal digit for digit in the three.")
+    print(f"Memory of every rank, step by step: {_dashboard_command(options.cache)}")
     return 0
 
 
@@ -234,6 +239,14 @@ def _table(results: list[RunResult]) -> str:
     ]
     lines.insert(1, "  ".join("-" * width for width in widths))
     return "\n".join(lines)
+
+
+def _dashboard_command(cache: Path) -> str:
+    """What opens the dashboard of the run with regions, as short as it can be typed from here."""
+    parts = (Path(sys.executable).parent / "tensorboard", cache / "runs" / "regions" / DASHBOARD)
+    here = Path.cwd()
+    program, folder = (part.relative_to(here) if part.is_relative_to(here) else part for part in parts)
+    return f"{program} --logdir {folder}"
 
 
 def _differences(results: list[RunResult]) -> list[str]:

@@ -26,6 +26,9 @@ from torch_remat_titan.measure import BlockMeter
 LLAMA3_SAVE = ("attention.inner_attention", "attention.wo", "feed_forward.*")
 """Attention core, output projection and feed-forward projections of torchtitan's Llama 3 block."""
 
+MEMORY_DASHBOARD = "memory"
+"""Folder of the run for TensorBoard, below that of the job with regions."""
+
 STEPS = 20
 SEED = 7
 MEASURED_STEP = 3
@@ -138,5 +141,8 @@ def full() -> PretrainTrainer.Config:
 
 
 def regions() -> PretrainTrainer.Config:
-    """Attention core, output projection and feed-forward projections are SAVE regions; the rest is recomputed."""
-    return _pretrain(RematAC.Config(save_regions=list(LLAMA3_SAVE)))
+    """Attention core, output projection and feed-forward projections are SAVE regions; the rest is recomputed.
+
+    The job shows the memory of its ranks in TensorBoard.
+    """
+    return _pretrain(RematAC.Config(save_regions=list(LLAMA3_SAVE), memory_dashboard=MEMORY_DASHBOARD))
