@@ -21,7 +21,8 @@ SAC = "selective (SAC): matmuls, attention saved"
 NONE_SAVED = "no region saved"
 THREE_SAVED = "three regions saved"
 ANNOTATED = "three regions saved, annotated"
-OWN_CASES = {"ours": (NONE_SAVED, THREE_SAVED, ANNOTATED), "peer": (NONE_SAVED, ANNOTATED)}
+BITWISE = "three regions saved, values compared"
+OWN_CASES = {"ours": (NONE_SAVED, THREE_SAVED, ANNOTATED, BITWISE), "peer": (NONE_SAVED, ANNOTATED)}
 WARM_UP_STEPS = 10
 CLOCKS = {"cpu": time.process_time, "wall": time.perf_counter}
 clock = CLOCKS["cpu"]
@@ -81,7 +82,8 @@ class StackCase:
         if self._own:
             import torch_remat as remat
 
-            return remat.checkpoint(region_name=f"layers.{index}")(block)(x)
+            options = {"determinism_check": "bitwise"} if self._kind == BITWISE else {}
+            return remat.checkpoint(region_name=f"layers.{index}", **options)(block)(x)
         if self._kind == PLAIN:
             return block(x)
         from torch.utils.checkpoint import checkpoint

@@ -19,7 +19,7 @@ from torch_remat.policy_patterns import Rule, Verdict, checked_overrides, checke
 
 __all__ = ["BlockPolicy", "BlockRegions", "PolicyReport", "RegionListing", "apply_policy", "available_regions"]
 
-_logger = logging.getLogger(__name__)
+_logger = logging.getLogger("torch_remat")
 
 Override = Mapping[str, Sequence[str]] | None
 

@@ -493,6 +493,32 @@ class TestWholeModel:
         assert "  96 B  x1000  layers.0-999  (2 storages each)" in lines
         assert len(lines) < 20
 
+    @pytest.mark.parametrize(("experts", "grouped"), [(49, False), (50, True), (600, True)])
+    def test_many_regions_of_one_checkpoint_stay_readable(self, experts: int, grouped: bool):
+        def body(t: Tensor) -> Tensor:
+            t = remat.region(Square.apply, "attn", recompute=False)(t)
+            parts = []
+            for index in range(experts):
+                with remat.name_scope(f"experts.{index}"):
+                    h = remat.region(torch.exp, "up", recompute=False)(t[:1])
+                    parts.append(remat.region(torch.exp, "down", recompute=False)(h[:, :2]))
+            return torch.cat(parts)
+
+        y = remat.checkpoint(region_name="layers.0")(body)(torch.zeros(3, 4, requires_grad=True))
+        lines = remat.format_saved_tensors_report(y).splitlines()
+        start = lines.index("layers.0::attn: 96 B")
+        if not grouped:
+            assert sum(line.startswith("layers.0::experts.") for line in lines) == 2 * experts
+            return
+        assert lines[start + 3 :] == [
+            f"[x{experts}: layers.0::experts.*/up]",
+            "layers.0::experts.0/up: 16 B",
+            "  16 B  saved.0 (output at idx 0)  (1, 4)  float32",
+            f"[x{experts}: layers.0::experts.*/down]",
+            "layers.0::experts.0/down: 8 B",
+            "  8 B  saved.0 (output at idx 0)  (1, 2)  float32",
+        ]
+
     def test_data_and_json(self):
         loss = square_layers(["layer.0"], torch.zeros(3, 4, requires_grad=True)).tanh().sum()
         report = remat.saved_tensors_report(loss)

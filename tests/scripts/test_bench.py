@@ -183,6 +183,7 @@ class TestTables:
                         overhead_cases.NONE_SAVED,
                         overhead_cases.THREE_SAVED,
                         overhead_cases.ANNOTATED,
+                        overhead_cases.BITWISE,
                     ),
                     start=1,
                 )
@@ -204,6 +205,7 @@ class TestTables:
             ["torch_remat, no region saved", "400", "4.00x"],
             ["torch_remat, three regions saved", "500", "5.00x"],
             ["torch_remat, three regions saved, annotated", "600", "6.00x"],
+            ["torch_remat, three regions saved, values compared", "700", "7.00x"],
         ]
 
     def test_one_line(self) -> None:
@@ -217,7 +219,7 @@ class TestCases:
     def test_every_case_of_ours_runs(self) -> None:
         steps, failed = overhead_cases.stack_cases("ours", blocks=1)
         assert failed == {}
-        assert len(steps) == 6
+        assert len(steps) == 7
         small, failed = overhead_cases.small_cases("ours")
         assert failed == {}
         assert all(step() > 0 for step in (*steps.values(), *small.values()))

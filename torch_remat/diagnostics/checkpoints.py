@@ -10,6 +10,7 @@ Rules:
 from __future__ import annotations
 
 import bisect
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,6 +25,8 @@ from torch_remat.runtime.frame import Frame
 from torch_remat.runtime.tape import Output, OutputKind, Packed, Region, Span, Spans, Tape
 
 __all__ = ["CheckpointMemory", "Draft", "PackedMemory", "RegionMemory", "Survey", "native_values", "survey_of"]
+
+_MOST_SECTIONS = 100  # of one checkpoint that are all shown
 
 
 @dataclass(frozen=True)
@@ -95,10 +98,26 @@ class CheckpointMemory(Report):
     def format(self, *, with_rest: bool = True) -> str:
         """The report as text. ``with_rest`` adds inputs, packed and rebuilt tensors, where there are any."""
         text = [f"{display_name(self.name)}: {format_bytes(self.bytes)} resident in {self.storages} storage(s)"]
-        for region in self.regions:
-            text += region.lines(self.name)
+        sections = [(region, lines) for region in self.regions if (lines := region.lines(self.name))]
+        if len(sections) <= _MOST_SECTIONS:
+            text += [line for _, lines in sections for line in lines]
+        else:
+            text += self._grouped(sections)
         rest = self._rest() if with_rest else []
         return "\n".join([*text, *(["", "also held:", *rest] if rest else [])])
+
+    def _grouped(self, sections: list[tuple[RegionMemory, list[str]]]) -> list[str]:
+        """Sections that differ by the numbers in their names only are shown once: those of experts, say."""
+        groups: dict[Any, list[list[str]]] = {}
+        for region, lines in sections:
+            pattern = re.sub(r"\d+", "*", region.name)
+            groups.setdefault((pattern, region.bytes, *lines[1:]), []).append(lines)
+        text: list[str] = []
+        for (pattern, *_), members in groups.items():
+            if len(members) > 1:
+                text.append(f"[x{len(members)}: {display_name(self.name, pattern)}]")
+            text += members[0]
+        return text
 
     def _rest(self) -> list[str]:
         rest = row_lines(self.inputs)

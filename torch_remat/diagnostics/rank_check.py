@@ -42,7 +42,7 @@ from torch_remat.runtime.tape import Tape
 
 __all__ = ["install"]
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("torch_remat")
 
 GRACE_SECONDS = 5.0
 """How long to wait, once, for ranks that have published nothing."""
