@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from torch_remat.diagnostics.graph import saves_of
 from torch_remat.diagnostics.storages import is_weight
-from torch_remat.runtime.tape import Output, OutputKind, Span, Tape
+from torch_remat.runtime.tape import Output, OutputKind, Packed, Span, Tape
 from torch_remat_tensorboard.names import INPUTS, label_of
 from torch_remat_tensorboard.resident import Resident
 from torch_remat_tensorboard.storages import storages_of
@@ -101,7 +101,7 @@ def _count_output(output: Output, label: str, owner: weakref.ref[Tape], kept: Re
 
 
 def _count_payload(payload: Any, label: str, packed: Resident) -> None:
-    for leaf in tree_leaves(payload):
+    for leaf in tree_leaves(payload.payload if type(payload) is Packed else payload):
         if isinstance(leaf, Tensor):
             for storage in storages_of(leaf):
                 packed.add(storage, label)

@@ -14,23 +14,22 @@ __all__ = ["Resident"]
 
 
 class _Entry:
-    """A storage: `owner` is the tape that holds it, None where it counts for as long as it is alive."""
+    """A storage: `owners` are the tapes that hold it, None where it counts for as long as it is alive."""
 
-    __slots__ = ("label", "owner", "reference", "size")
+    __slots__ = ("label", "owners", "reference", "size")
 
     def __init__(self, reference: StorageWeakRef, size: int, label: str, owner: weakref.ref[Tape] | None) -> None:
         self.reference = reference  # keeps the storage's address from being used again
         self.size = size
         self.label = label
-        self.owner = owner
+        self.owners = None if owner is None else [owner]
 
     def is_alive(self) -> bool:
         if self.reference.expired():
             return False
-        if self.owner is None:
+        if self.owners is None:
             return True
-        tape = self.owner()
-        return tape is not None and not tape.released
+        return any((tape := owner()) is not None and not tape.released for owner in self.owners)
 
 
 class Resident:
@@ -57,14 +56,20 @@ class Resident:
     def add(self, storage: Any, label: str, owner: weakref.ref[Tape] | None = None) -> None:
         """Count `storage` for `label`, unless it counts already.
 
-        What two tapes own, or a tape and an autograd node, counts for as long as it is alive.
+        Args:
+            storage: counts for its whole size.
+            label: for whom.
+            owner: the tape that holds it. Without one, for what autograd nodes hold, it counts for as long as it is
+                alive, by whomever: no node tells when it lets go.
         """
         address = storage._cdata
         known = self._entries.get(address)
         if known is not None:
             if known.is_alive():
-                if known.owner is not owner:
-                    known.owner = None
+                if owner is None:
+                    known.owners = None
+                elif known.owners is not None and known.owners[-1] is not owner:
+                    known.owners.append(owner)
                 return
             self._drop(address, known)
         size = storage.nbytes()

@@ -11,6 +11,9 @@ import time
 import weakref
 from typing import Any
 
+from torch import Tensor
+
+from torch_remat.diagnostics.graph import unseen
 from torch_remat.diagnostics.oom import is_out_of_memory
 from torch_remat.runtime import events
 from torch_remat.runtime.tape import Tape
@@ -124,7 +127,8 @@ class Sampler:
             if self._looks <= self._samples and self._looks < _LOOKS:
                 self._weights.look_for_all()
                 self._looks += 1
-            count_kept(tape, nodes, self._weights, self._kept, self._packed)
+            with unseen():
+                count_kept(tape, nodes, self._weights, self._kept, self._packed)
             self._tapes.add(weakref.ref(tape, self._died))
             self._note_peaks()
             group = group_of(tape.name)
@@ -164,9 +168,12 @@ class Sampler:
                 self._errors += is_out_of_memory(error)
                 return
             self._rebuilt.prune()
-            for slot in tape.living_slots():
-                if slot.tensor is not None:
-                    for storage in storages_of(slot.tensor):
-                        if storage._cdata not in self._kept and storage._cdata not in self._weights:
-                            self._rebuilt.add(storage, "")
+            with unseen():
+                for slot in tape.living_slots():
+                    self._count_rebuilt(slot.tensor)
             self._note_peaks()
+
+    def _count_rebuilt(self, tensor: Tensor | None) -> None:
+        for storage in storages_of(tensor) if tensor is not None else ():
+            if storage._cdata not in self._kept and storage._cdata not in self._weights:
+                self._rebuilt.add(storage, "")

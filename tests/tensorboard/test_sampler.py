@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 import torch.nn.functional as F
-from boards import INPUT, WIDE, Block, batch, kept_in, stack
+from boards import DIM, INPUT, TOKENS, WIDE, Block, batch, kept_in, stack
 from helpers.bodies import Many, Saves, write_program
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -62,6 +62,22 @@ def test_a_forward_that_is_dropped_does_not_count_beside_the_next(sampler):
     for _ in range(3):
         model(batch())
     assert sampler.take().kept_bytes == 2 * (INPUT + WIDE)
+
+
+def test_an_argument_of_many_blocks_counts_while_a_checkpoint_has_it(sampler):
+    def body(t, s):
+        return (t * s).sin() * s
+
+    held = []
+    for _ in range(3):  # each step has an argument of its own, which its owner does not let go
+        held.append(torch.ones(TOKENS, DIM))
+        hidden = batch().requires_grad_()
+        for index in range(3):
+            hidden = remat.checkpoint(region_name=f"b.{index}")(body)(hidden, held[-1])
+        expected = kept_in(remat.saved_tensors_report())
+        hidden.sum().backward()
+        assert sampler.take().kept_bytes == expected == 3 * INPUT
+    assert sampler.take().kept_bytes == 0
 
 
 def test_rebuilt_bytes_are_those_of_the_report_at_the_end_of_replay(sampler):
