@@ -85,6 +85,12 @@ class Seen:
 
     def changed(self) -> str | None:
         """The name of one that was modified or replaced since; None when all are as they were."""
+        if [tensor._version for tensor in self.tensors] == self.versions:
+            for place, tensor in zip(self.places, self.tensors, strict=True):
+                if place.now() is not tensor:
+                    break
+            else:
+                return None
         return next((name for name, _ in self.all_changed()), None)
 
     def all_changed(self) -> Iterator[tuple[str, Any]]:

@@ -161,9 +161,10 @@ class ReplayFrame(Frame):
         for position, output in enumerate(record.outputs):
             made = again.get(position) if again else None
             leaves.append(self._serve(record, position, output, arguments, leaves) if made is None else made)
-        for packed in self._unpacked:
-            packed.ready = None
-        self._unpacked.clear()
+        if self._unpacked:
+            for packed in self._unpacked:
+                packed.ready = None
+            self._unpacked.clear()
         return unflatten(record.spec, leaves)
 
     def _change_again(self, record: Region, index: int, output: Output, arguments: list[Any]) -> Tensor:
