@@ -64,7 +64,7 @@ def explain(function: Callable[P, Any], /, *args: P.args, **kwargs: P.kwargs) ->
     try:
         if isinstance(function, Checkpointed):
             return _explained(function, args, kwargs, generators)
-        if "torch._dynamo" in sys.modules:
+        if _may_compile(function):
             explanation = _with_graphs(function, args, kwargs, generators)
             if explanation.checkpoints:
                 return explanation
@@ -77,6 +77,18 @@ def explain(function: Callable[P, Any], /, *args: P.args, **kwargs: P.kwargs) ->
         return _explained(function, args, kwargs, generators)
     finally:
         generators.put_back()
+
+
+def _may_compile(function: Any) -> bool:
+    """Whether something may be compiled in there: anything has been given to ``torch.compile`` in this process.
+
+    That Dynamo is imported says nothing: every dispatch mode does that, those of observed checkpoints, too.
+    """
+    frames = sys.modules.get("torch._dynamo.eval_frame")
+    if frames is None:
+        return False
+    backends = getattr(frames, "cached_backends", {None: True})  # of compiled functions, and None as soon as imported
+    return hasattr(function, "_torchdynamo_orig_callable") or any(one is not None for one in backends.values())
 
 
 def _with_graphs(function: Any, args: Any, kwargs: Any, generators: Generators) -> Explanation:
