@@ -24,6 +24,12 @@ def drifting(x: Tensor) -> Tensor:
     return torch.sin(x * (1 + 0.25 * STATE["runs"]))
 
 
+def scaled(tensor: Tensor) -> Tensor:
+    """Another tensor in each run."""
+    STATE["runs"] += 1
+    return tensor + STATE["runs"] % 2
+
+
 def body(x: Tensor) -> Tensor:
     h = remat.region(torch.nn.functional.gelu, "keep", recompute=False)(torch.tanh(x))
     return remat.region(drifting, "scale", recompute=True)(h).exp()
@@ -104,6 +110,30 @@ class TestInBackward:
         with pytest.raises(ValuesDriftError):
             bitwise(signed)(x).sum().backward()
 
+    def test_a_plain_subclass_is_compared(self, x: Tensor):
+        class Sub(Tensor):
+            pass
+
+        def body(x: Tensor) -> Tensor:
+            return drifting(x).as_subclass(Sub).sin().as_subclass(Tensor)
+
+        for tool in (lambda: bitwise(body)(x).sum().backward(), lambda: remat.verify_replay(bitwise(body), x)):
+            with pytest.raises(ValuesDriftError, match="for 2 of 3 tensors"):
+                tool()
+
+    @pytest.mark.parametrize(
+        ("body", "index"),
+        [
+            (lambda x: x * scaled(torch.ones(6, dtype=torch.float64)), "MulBackward0 as other"),
+            (lambda x: torch.tanh(x) * scaled(torch.ones(6, dtype=torch.float64)), "MulBackward0 as other"),
+            (lambda x: x.index_select(0, scaled(torch.zeros(2)).long()), "IndexSelectBackward0 as index"),
+        ],
+    )
+    def test_what_no_node_made_is_not_said_to_be_made_by_one(self, x: Tensor, body: Any, index: str):
+        with pytest.raises(ValuesDriftError) as caught:
+            bitwise(body)(x).sum().backward()
+        assert f"  saved by {index}" in str(caught.value).splitlines()
+
     def test_an_unknown_check_is_refused(self):
         with pytest.raises(ValueError, match="bitwise"):
             remat.checkpoint(determinism_check="values")
@@ -183,6 +213,41 @@ class TestVerifyReplay:
             assert first.differing == 24
             assert "2 differ" in report.format()
             assert len(str(caught.value).splitlines()) <= 15
+
+    @pytest.mark.parametrize(
+        ("dtype", "forward", "replay", "largest", "differing"),
+        [
+            (torch.float32, [1.0, 2.0], [1.0, float("nan")], "nan", 1),
+            (torch.float32, [0.0, 1.0], [-0.0, 1.0], "0", 1),
+            (torch.float32, [float("nan"), 1.0], [float("nan"), 1.5], "0.5", 1),
+            (torch.bfloat16, [1.0, 2.0], [3.0, 4.0], "2", 2),
+            (torch.float8_e4m3fn, [1.0, 2.0], [3.0, 2.0], "2", 1),
+            (torch.complex64, [1.0, 3j], [1.0, 4.0], "5", 1),
+            (torch.bool, [True, False], [True, True], "1", 1),
+            (torch.int64, [1, 2], [-1, 2], "2", 1),
+        ],
+    )
+    def test_the_size_of_a_difference_is_that_of_its_bits(
+        self, dtype: torch.dtype, forward: Any, replay: Any, largest: str, differing: int
+    ):
+        class Saves(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx: Any, x: Tensor) -> Tensor:
+                STATE["runs"] += 1
+                ctx.save_for_backward(torch.tensor(forward if STATE["runs"] % 2 else replay).to(dtype))
+                return x * 1
+
+            @staticmethod
+            def backward(ctx: Any, grad: Tensor) -> Tensor:
+                return grad
+
+        STATE["runs"] = 0
+        with pytest.raises(ValuesDriftError) as caught:
+            remat.verify_replay(
+                remat.checkpoint()(lambda t: Saves.apply(torch.sin(t))), torch.zeros(2, requires_grad=True)
+            )
+        (difference,) = caught.value.report.differences
+        assert f"largest difference {largest}, in {differing} of 2 elements" in difference.lines()
 
     def test_json_of_a_difference_without_bound(self, x: Tensor):
         def overflows(x: Tensor) -> Tensor:

@@ -109,3 +109,19 @@ class TestMismatch:
             assert lines[2] == "  forward: shape (4, 6), dtype float64, device cpu"
             assert lines[3] == "  replay:  shape (3, 6), dtype float64, device cpu (recomputed shapes differ)"
             assert lines[-1].startswith("To fix: ")
+
+    def test_another_dtype_is_called_one_and_verify_names_the_operation(self, x: Tensor):
+        state = self.STATE
+
+        def cast(t: Tensor) -> Tensor:
+            with torch.autocast("cpu", torch.bfloat16, enabled=state["rows"] % 2 == 0):
+                state["rows"] += 1
+                return torch.sin(t.float() @ torch.ones(6, 6)).double()
+
+        state["rows"] = 4
+        with pytest.raises(SavesDriftError) as caught:
+            remat.verify_replay(remat.checkpoint(region_name="layers.0")(cast), x)
+        lines = str(caught.value).splitlines()
+        assert "saved by MmBackward0 as mat2" in lines[1]
+        assert lines[3].endswith("(recomputed dtypes differ)")
+        assert "carry autocast" in lines[-1]

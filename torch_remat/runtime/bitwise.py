@@ -24,7 +24,7 @@ from torch_remat.errors import ValuesDriftError, display_name
 from torch_remat.runtime.placeholder import inner_tensors, is_placeholder, user_line
 from torch_remat.runtime.tape import Output, OutputKind, Region, Slot, Tape
 
-__all__ = ["BitwiseCheck", "Difference", "fingerprint", "operation_of"]
+__all__ = ["BitwiseCheck", "Difference", "fingerprint", "maker_of", "operation_of"]
 
 _CHUNK = 1 << 20  # integers taken at a time: bounds the memory that a fingerprint needs
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
@@ -72,12 +72,13 @@ class Difference:
 class _Mark:
     """What forward saw of one tensor."""
 
-    __slots__ = ("fingerprint", "kind", "region", "slot", "value", "what")
+    __slots__ = ("fingerprint", "kind", "made_by", "region", "slot", "value", "what")
 
     def __init__(self, what: str, kind: str, region: str | None, tensor: Tensor, keep: bool) -> None:
         self.what = what
         self.kind = kind  # "saved", "output" or "input"
         self.region = region
+        self.made_by = maker_of(tensor)
         self.fingerprint = fingerprint(tensor)
         self.value = tensor.detach().clone() if keep else None
         self.slot = 0  # identity of its slot, to find the node that saves it
@@ -193,7 +194,7 @@ class BitwiseCheck:
 
     def _difference(self, tape: Tape, found: _Found) -> Difference:
         mark = found.mark
-        operation, made_by = operation_of(mark.slot, self.roots) if mark.slot else (None, None)
+        operation = operation_of(mark.slot, self.roots) if mark.slot else None
         largest, count = _largest(mark.value, found.value) if mark.value is not None else (None, None)
         return Difference(
             display_name(tape.name),
@@ -202,12 +203,12 @@ class BitwiseCheck:
             tuple(found.value.shape),
             str(found.value.dtype).removeprefix("torch."),
             operation,
-            made_by,
+            mark.made_by if mark.slot else None,
             found.line,
             largest,
             count,
             found.value.numel(),
-            _likely_cause(tape, mark, found, operation, made_by),
+            _likely_cause(tape, mark, found, operation),
         )
 
 
@@ -297,10 +298,19 @@ def _parts(tensor: Tensor) -> Iterator[Tensor]:
 def _has_values(tensor: Tensor) -> bool:
     """Whether there are bits to compare: not in meta and fake tensors, placeholders, and layouts without them."""
     parts = [] if is_placeholder(tensor) else list(_parts(tensor))
-    plain = (Tensor, torch.nn.Parameter)
-    return bool(parts) and all(
-        type(part) in plain and part.device.type != "meta" and not part.is_quantized for part in parts
-    )
+    return bool(parts) and all(_has_memory(part) and not part.is_quantized for part in parts)
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    if tensor.device.type == "meta":
+        return False
+    if type(tensor) is Tensor or type(tensor) is torch.nn.Parameter:
+        return True
+    try:
+        storage = tensor.untyped_storage()
+        return storage.device.type != "meta" and storage.data_ptr() >= 0
+    except RuntimeError:  # a wrapper that does not say what it is made of
+        return False
 
 
 def _differ(found: list[_Found]) -> list[bool]:
@@ -321,15 +331,24 @@ def _largest(forward: Tensor, replay: Tensor) -> tuple[float | None, int | None]
     """The largest absolute difference, and how many elements differ."""
     if forward.shape != replay.shape or is_traceable_wrapper_subclass(forward) or forward.layout is not torch.strided:
         return None, None
-    wide = torch.complex128 if forward.is_complex() else torch.float64
-    difference = (forward.to("cpu", wide) - replay.to("cpu", wide)).abs()
-    both_nan = forward.isnan() & replay.isnan()
-    count = int(((forward != replay) & ~both_nan).sum())
-    return (float(difference.nan_to_num(posinf=float("inf")).max()) if difference.numel() else 0.0), count
+    with torch.no_grad():
+        forward, replay = (one.detach().resolve_conj().resolve_neg().cpu().contiguous() for one in (forward, replay))
+        size = forward.element_size()
+        bits = [one.reshape(-1).view(torch.uint8).view(-1, size) for one in (forward, replay)]
+        differs = (bits[0] != bits[1]).any(1)
+        wide = torch.complex128 if forward.is_complex() else torch.float64
+        both = [one.reshape(-1)[differs].to(wide) for one in (forward, replay)]
+        difference = (both[0] - both[1]).abs()
+    return (float(difference.max()) if difference.numel() else 0.0), int(differs.sum())
 
 
-def operation_of(slot: int, roots: tuple[Any, ...]) -> tuple[str | None, str | None]:
-    """What the autograd node that owns the slot is called, and the one that made what it saves."""
+def maker_of(tensor: Tensor) -> str | None:
+    """The autograd node that made ``tensor``; None for a leaf and what needs no gradient."""
+    return None if tensor.grad_fn is None else tensor.grad_fn.name()
+
+
+def operation_of(slot: int, roots: tuple[Any, ...]) -> str | None:
+    """The autograd node that owns the slot, and as what it saves it."""
     node = torch._C._current_autograd_node()
     pending = list(roots) if node is None else [node]
     seen: set[Any] = set()
@@ -342,9 +361,10 @@ def operation_of(slot: int, roots: tuple[Any, ...]) -> tuple[str | None, str | N
             if name.startswith("_raw_saved_"):
                 for index, payload in enumerate(_payloads(node, name)):
                     if id(payload) == slot:
-                        return _described(node, name.removeprefix("_raw_saved_"), index)
+                        attribute = name.removeprefix("_raw_saved_")
+                        return f"{node.name()} as {index if attribute == 'saved_tensors' else attribute}"
         pending.extend(edge for edge, _ in node.next_functions if edge is not None)
-    return None, None
+    return None
 
 
 def _payloads(node: Any, name: str) -> list[Any]:
@@ -355,20 +375,12 @@ def _payloads(node: Any, name: str) -> list[Any]:
         return []
 
 
-def _described(node: Any, attribute: str, index: int) -> tuple[str, str | None]:
-    """The node, under which name it saves the tensor, and the node that made it, where only one can have."""
-    makers = [edge.name() for edge, _ in node.next_functions if edge is not None]
-    is_own = attribute.startswith("result") or attribute == "saved_tensors"
-    what = str(index) if attribute == "saved_tensors" else attribute
-    return f"{node.name()} as {what}", makers[0] if len(makers) == 1 and not is_own else None
-
-
 _RANDOM = ("Dropout", "Bernoulli", "Rand", "Normal", "Uniform", "Exponential", "Multinomial", "Rrelu", "Poisson")
 _UNORDERED = ("IndexAdd", "ScatterAdd", "IndexPut", "Scatter", "Convolution", "Attention", "Bmm", "Cumsum", "Embedding")
 
 
-def _likely_cause(tape: Tape, mark: _Mark, found: _Found, operation: str | None, made_by: str | None) -> str:
-    names = " ".join(one for one in (operation, made_by) if one)
+def _likely_cause(tape: Tape, mark: _Mark, found: _Found, operation: str | None) -> str:
+    names = " ".join(one for one in (operation, mark.made_by) if one)
     if mark.kind == "input":
         return "the input was changed after forward read it, or a hook pair does not give back what it packed"
     if mark.kind == "output":

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from torch_remat.errors import InvalidTypeError, ModifiedError, PolicyDriftError, SavesDriftError, display_name
 from torch_remat.runtime import events, placeholder
-from torch_remat.runtime.bitwise import operation_of
+from torch_remat.runtime.bitwise import maker_of, operation_of
 from torch_remat.runtime.dynamo import eager_only
 from torch_remat.runtime.frame import Frame
 from torch_remat.runtime.graft import as_result
@@ -82,7 +82,7 @@ class ReplayFrame(Frame):
         if slot is not None and slot.tensor is None:
             if slot.expected is not None and (tensor.shape, tensor.dtype, tensor.device) != slot.expected:
                 found = (tensor.shape, tensor.dtype, tensor.device)
-                raise SavesDriftError(self._metadata(position, slot.expected, found))
+                raise SavesDriftError(self._metadata(position, slot.expected, found, tensor))
             if type(tensor) is not Tensor and is_placeholder(tensor):
                 raise placeholder.missing(tensor, "backward needs what is computed from it")
             self._fill(slot, kept)
@@ -342,19 +342,25 @@ class ReplayFrame(Frame):
             f"context that is no longer active (carry it with a state hook)."
         )
 
-    def _metadata(self, position: int, expected: Any, found: Any) -> str:
+    def _metadata(self, position: int, expected: Any, found: Any, tensor: Tensor) -> str:
         before = [record for record in self.tape.order if record.slots_before <= position]
         where = self._open_region() or (f"after region {before[-1].name}" if before else "before the first region")
-        operation, made_by = operation_of(id(self.tape.slots[position]()), ())
-        saved_by = "" if operation is None else f" by {operation}" + (f", made by {made_by}," if made_by else "")
+        roots = () if self.tape.check is None else self.tape.check.roots
+        operation, made_by = operation_of(id(self.tape.slots[position]()), roots), maker_of(tensor)
+        saved_by = "" if operation is None else f" by {operation}"
+        if saved_by and made_by and not saved_by.startswith(f" by {made_by} "):  # its own result, otherwise
+            saved_by += f", made by {made_by},"
+        what, cause = "shapes", "keep a choice that drifts (routing, say) in a region with recompute=False"
+        if found[0] == expected[0]:
+            what = "dtypes" if found[1] != expected[1] else "devices"
+            cause = "carry autocast, or whatever else is not active in replay, with a state hook"
         return (
             f"Recomputed values for the following tensors have different metadata than during the forward pass.\n"
             f"checkpoint {display_name(self.tape.name)}, saved tensor {position} ({where}), saved{saved_by} at "
             f"{placeholder.user_line()}:\n"
             f"  forward: {_described(expected)}\n"
-            f"  replay:  {_described(found)} (recomputed shapes differ)\n"
-            f"To fix: make the body deterministic; keep a choice that drifts (routing, say) in a region with "
-            f"recompute=False, or "
+            f"  replay:  {_described(found)} (recomputed {what} differ)\n"
+            f"To fix: make the body deterministic; {cause}, or "
             f'pass determinism_check="none" if only the metadata differs and the values are right.'
         )
 
