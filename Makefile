@@ -32,7 +32,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Modules are compiled when first imported: most of what is installed never is.
 PIP_INSTALL := -m pip install --quiet --prefer-binary --no-compile
 
-.PHONY: help train test environments lint contracts floor-tests multi-gpu-tests main-tests titan-jobs clean
+.PHONY: help train test environments lint contracts floor-tests multi-gpu-tests main-tests titan-jobs compiled-tests clean
 
 help:
 	@sed -n '1,4p' Makefile | sed 's/^# \{0,1\}//'
@@ -91,10 +91,15 @@ $(FLOOR_STAMP): pyproject.toml
 	@.venv-floor/bin/python $(PIP_INSTALL) $(FLOOR_PIP_ARGS) 'torch==$(FLOOR_TORCH)' 'torchtitan==$(FLOOR_TITAN)' -e '.[test,titan,tensorboard]'
 	@rm -f .venv-floor/.installed-* && touch $@
 
-# Every torchtitan job of the documentation, on both versions; half an hour on two cores.
+# Every torchtitan job of the documentation, on both versions; about three quarters of an hour on two cores.
 titan-jobs: $(MAIN_STAMP) $(FLOOR_STAMP)
 	@.venv-floor/bin/python -m pytest -m job tests/titan
 	@.venv/bin/python -m pytest -m job tests/titan
+
+# The whole contract suite on compiled checkpoints, on both versions; three quarters of an hour on two cores.
+compiled-tests: $(MAIN_STAMP) $(FLOOR_STAMP)
+	@.venv-floor/bin/python -m pytest -n $(WORKERS) --dist worksteal -m compiled tests/contract
+	@.venv/bin/python -m pytest -n $(WORKERS) --dist worksteal -m compiled tests/contract
 
 clean:
 	rm -rf .venv .venv-floor .cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis build dist
