@@ -162,6 +162,20 @@ class TestP1ViewOfACapturedTensor:
             with pytest.raises(ModifiedError, match=r"block::view .*view of a tensor that it captured"):
                 engine.checkpoint(body, region_name="block")(x)
 
+    @pytest.mark.parametrize(("read", "kept"), [("-", 0), ("view", 36 * 8), ("captured", 36 * 8)])
+    @pytest.mark.parametrize("view", ["transposed", "detached", "alias"])
+    def test_p3_kept_where_it_may_be_read(self, x: Tensor, view: str, read: str, kept: int) -> None:
+        """A reader of the memory may be one of the view; without one nothing is kept."""
+
+        def body(x: Tensor) -> Tensor:
+            h = torch.sin(x @ WEIGHT)
+            other = torch.exp(x)
+            v = save(lambda: self.VIEWS[view](h), "view")()
+            return other + torch.exp(torch.sin(x) * {"view": v, "captured": h}[read]) if read != "-" else other + v
+
+        (explained,) = remat.explain(remat.checkpoint()(body), x).checkpoints
+        assert sum(region.kept_bytes for region in explained.regions) == kept
+
 
 def _through_a_view(x: Tensor, state: Tensor, read: Tensor | None) -> Tensor:
     view = save(lambda: state[1:], "view")()
