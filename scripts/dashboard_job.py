@@ -39,23 +39,23 @@ MICROBATCHES, BLOCKS_PER_STAGE = 8, 2
 class Block(nn.Module):
     """RMSNorm, attention, RMSNorm, SwiGLU; the calls named in `SAVED` run once."""
 
-    def __init__(self, index: int) -> None:
+    def __init__(self, index: int, dim: int = DIM, hidden: int = HIDDEN) -> None:
         super().__init__()
-        self.index = index
-        self.wqkv, self.wo = nn.Linear(DIM, 3 * DIM, bias=False), nn.Linear(DIM, DIM, bias=False)
-        self.w1, self.w3 = nn.Linear(DIM, HIDDEN, bias=False), nn.Linear(DIM, HIDDEN, bias=False)
-        self.w2 = nn.Linear(HIDDEN, DIM, bias=False)
+        self.index, self.dim = index, dim
+        self.wqkv, self.wo = nn.Linear(dim, 3 * dim, bias=False), nn.Linear(dim, dim, bias=False)
+        self.w1, self.w3 = nn.Linear(dim, hidden, bias=False), nn.Linear(dim, hidden, bias=False)
+        self.w2 = nn.Linear(hidden, dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """The block, as a checkpoint; `x` is `[batch, seq, dim]`."""
         return remat.checkpoint(region_name=f"layers.{self.index}")(self._body)(x)
 
     def _body(self, x: Tensor) -> Tensor:
-        split = self.wqkv(F.rms_norm(x, [DIM])).unflatten(-1, (3 * HEADS, -1)).transpose(1, 2)
+        split = self.wqkv(F.rms_norm(x, [self.dim])).unflatten(-1, (3 * HEADS, -1)).transpose(1, 2)
         q, k, v = split.chunk(3, 1)
         attended = self._run(F.scaled_dot_product_attention, "core", q, k, v).transpose(1, 2).flatten(2)
         x = x + self._run(self.wo, "wo", attended)
-        h = F.rms_norm(x, [DIM])
+        h = F.rms_norm(x, [self.dim])
         return x + self._run(self.w2, "w2", F.silu(self._run(self.w1, "w1", h)) * self._run(self.w3, "w3", h))
 
     def _run(self, function: Any, name: str, *args: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 from collections.abc import Sequence
 from typing import Any
@@ -40,7 +41,7 @@ def heatmap(samples: Sequence[Sample]) -> tuple[bytes, tuple[int, int]]:
     """The picture as a PNG, and its size."""
     rows, columns = rows_of(samples), columns_of(samples)
     worst = worst_first(samples)[0].rank
-    font = ImageFont.load_default(size=14)
+    font = _font()
     names = [f"rank {sample.rank}" + _stage(sample) + (" (worst)" if sample.rank == worst else "") for sample in rows]
     left = 2 * _GAP + max(int(font.getlength(name)) for name in names)
     top = 2 * _GAP + max((int(font.getlength(label)) for label in columns), default=0)
@@ -64,6 +65,11 @@ def heatmap(samples: Sequence[Sample]) -> tuple[bytes, tuple[int, int]]:
     data = io.BytesIO()
     image.save(data, "PNG")
     return data.getvalue(), size
+
+
+@functools.cache
+def _font() -> ImageFont.ImageFont | ImageFont.FreeTypeFont:
+    return ImageFont.load_default(size=14)
 
 
 def _stage(sample: Sample) -> str:

@@ -65,6 +65,7 @@ def _nodes_by_span(tape: Tape, nodes: list[Any], weights: Weights) -> dict[int, 
     if not spans:
         return {}
     starts = [span.start for span in spans]
+    first = starts[0]
     found: list[tuple[int, Span, Any]] = []
     seen: set[Any] = set()
     pending = list(nodes)
@@ -77,8 +78,8 @@ def _nodes_by_span(tape: Tape, nodes: list[Any], weights: Weights) -> dict[int, 
         if number >= _LEAF_NUMBER:
             weights.note_if_parameter(node.variable)
             continue
-        if number < tape.first_sequence_nr:
-            continue  # before the body
+        if number < first:
+            continue  # before the first region, and so is all that can be reached from here
         span = spans[bisect.bisect_right(starts, number) - 1]
         if span.start <= number < (span.end or 0):
             found.append((number, span, node))

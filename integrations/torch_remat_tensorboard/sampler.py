@@ -11,9 +11,9 @@ import time
 import weakref
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from torch_remat.diagnostics.graph import unseen
 from torch_remat.diagnostics.oom import is_out_of_memory
 from torch_remat.runtime import events
 from torch_remat.runtime.tape import Tape
@@ -27,7 +27,9 @@ from torch_remat_tensorboard.weights import Weights
 
 __all__ = ["Sampler"]
 
-_LOOKS = 3
+_no_torch_functions = torch._C.DisableTorchFunction
+
+_LOOKS = 2
 """At the start of so many steps frozen parameters are looked for: FSDP makes those it computes with in the first."""
 
 
@@ -35,7 +37,7 @@ class Sampler:
     """Measures this process from `attach` to `detach`.
 
     Attributes:
-        policy: `"save"` or `"recompute"` -> block group -> names of the regions seen so far.
+        policy: `"save"` or `"recompute"` -> block group -> names of the regions in the first sample.
     """
 
     def __init__(self, device: Device | None = None) -> None:
@@ -127,14 +129,18 @@ class Sampler:
             if self._looks <= self._samples and self._looks < _LOOKS:
                 self._weights.look_for_all()
                 self._looks += 1
-            with unseen():
+            with _no_torch_functions():
                 count_kept(tape, nodes, self._weights, self._kept, self._packed)
             self._tapes.add(weakref.ref(tape, self._died))
             self._note_peaks()
-            group = group_of(tape.name)
-            for record in tape.order:
-                policy = self.policy["recompute" if record.recompute else "save"]
-                policy.setdefault(group, set()).add(record.name)
+            if not self._samples:
+                self._note_policy(tape)
+
+    def _note_policy(self, tape: Tape) -> None:
+        group = group_of(tape.name)
+        for record in tape.order:
+            policy = self.policy["recompute" if record.recompute else "save"]
+            policy.setdefault(group, set()).add(record.name)
 
     def _prune(self) -> None:
         for resident in (self._kept, self._packed):
@@ -168,12 +174,13 @@ class Sampler:
                 self._errors += is_out_of_memory(error)
                 return
             self._rebuilt.prune()
-            with unseen():
+            with _no_torch_functions():
                 for slot in tape.living_slots():
                     self._count_rebuilt(slot.tensor)
             self._note_peaks()
 
     def _count_rebuilt(self, tensor: Tensor | None) -> None:
         for storage in storages_of(tensor) if tensor is not None else ():
-            if storage._cdata not in self._kept and storage._cdata not in self._weights:
+            address = storage._cdata
+            if address not in self._kept and address not in self._weights:
                 self._rebuilt.add(storage, "")
