@@ -9,7 +9,7 @@ from typing import Any, Generic, ParamSpec, TypeVar
 from torch import Tensor
 
 from torch_remat.compile.trace import enter_scope, leave_scope, unguarded
-from torch_remat.compile.traced import traced_region
+from torch_remat.compile.traced import traced_declaration, traced_region
 from torch_remat.errors import InvalidTypeError, InvalidValueError, UsageError
 from torch_remat.runtime.dynamo import tracing
 from torch_remat.runtime.frame import current_frame, scopes
@@ -140,7 +140,12 @@ def recompute_needs_tensor(*tensors: Tensor) -> None:
                 f"To fix: pass the tensors themselves, one argument each."
             )
     if tracing():
-        return  # the partitioner finds readers by itself
+        traced_declaration(_declare, tensors)
+    else:
+        _declare(tensors)
+
+
+def _declare(tensors: tuple[Tensor, ...]) -> None:
     frame = current_frame.get()
     if frame is not None and not frame.replaying:
         frame.declare(tensors)

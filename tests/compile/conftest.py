@@ -1,40 +1,22 @@
-"""Tests of ``torch.compile``: the contract suite of the eager runtime is inherited, on the compiled engine."""
+"""Tests of ``torch.compile``. The contract suite of the eager runtime runs on the compiled engine where it is."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
-from helpers.compiled import COMPILED, LIMITS, Graphs
-from helpers.engine import EagerEngine
+from helpers.compiled import Graphs
+from helpers.limits import WARNINGS
 
 _HERE = Path(__file__).parent
 
-# Dynamo and AOTAutograd look at gradients of tensors that have none to look at, and warn of themselves.
-_FILTERS = (
-    "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning",
-    "ignore:.*autograd.function.Function.* should not be instantiated:DeprecationWarning",
-)
-
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Let torch's compiler warn of its own doings in the tests of this folder; expect the known failures."""
+    """Let torch's compiler warn of its own doings in the tests of this folder."""
     for item in items:
         if _HERE in item.path.parents:
-            for one in _FILTERS:
+            for one in WARNINGS:
                 item.add_marker(pytest.mark.filterwarnings(one))
-            if item.path.name == "test_contract.py":
-                for name, reason in LIMITS.items():
-                    if item.name == name:
-                        item.add_marker(pytest.mark.xfail(reason=reason, strict=True))
-
-
-@pytest.fixture
-def engine() -> EagerEngine:
-    """The engine under test."""
-    return COMPILED
 
 
 @pytest.fixture
@@ -44,8 +26,5 @@ def graphs() -> Graphs:
 
 
 @pytest.fixture(autouse=True)
-def _fresh_compiler() -> Iterator[None]:
+def _fresh(fresh_compiler: None) -> None:
     """No compiled code of another test, and none left."""
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()

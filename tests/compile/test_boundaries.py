@@ -16,6 +16,7 @@ from helpers.compare import compare, run_once
 from helpers.compiled import Graphs, Ready, names
 from helpers.events import Hidden
 from torch import Tensor, library
+from torch.utils.flop_counter import FlopCounterMode
 
 import torch_remat as remat
 from torch_remat.errors import InvalidTypeError, InvalidValueError
@@ -242,6 +243,16 @@ class TestGraphBreaks:
         call = torch.compile(lambda t: remat.checkpoint(region_name="b")(body)(t), backend="aot_eager")
         compare(body, [x], engine=Ready(call), calls=3)
         assert len(notes) == 7, "one plain run, three forwards and their replays"
+
+    def test_p1_forward_under_a_dispatch_mode(self, x: Tensor) -> None:
+        """There nothing is compiled, so nothing is in replay either, which runs without the mode."""
+        call = torch.compile(lambda t: remat.checkpoint(region_name="b")(broken)(t), backend="aot_eager")
+        (expected,) = torch.autograd.grad(broken(x).sum(), x)
+        for _ in range(2):
+            with FlopCounterMode(display=False):
+                output = call(x)
+            assert torch.equal(torch.autograd.grad(output.sum(), x)[0], expected)
+            assert torch.equal(torch.autograd.grad(call(x).sum(), x)[0], expected)
 
     def test_p1_backward_in_another_thread(self, x: Tensor) -> None:
         call = torch.compile(lambda t: remat.checkpoint(region_name="b")(broken)(t), backend="aot_eager")

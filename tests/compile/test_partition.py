@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from contract.test_p3_kept_bytes import KEPT
 from helpers.compare import compare, run_once
 from helpers.compiled import Graphs, Ready, names, operations
+from helpers.functions import SavesInternal
 from torch import Tensor, library
 
 import torch_remat as remat
@@ -145,19 +146,13 @@ class TestPartition:
         What only backward reads, as the cosine here, the partitioner computes in backward, once, from what is there.
         """
 
-        class Marked(torch.autograd.Function):
-            @staticmethod
-            def forward(ctx: Any, t: Tensor) -> Tensor:
-                ctx.save_for_backward(t.cos())
-                return t.sin()
-
-            @staticmethod
-            def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
-                return grad * ctx.saved_tensors[0]
-
         def body(t: Tensor) -> Tensor:
             for name, letter in zip("ABC", policy, strict=True):
-                t = Marked.apply(t) if letter == "-" else remat.region(Marked.apply, name, recompute=letter == "R")(t)
+                t = (
+                    SavesInternal.apply(t)
+                    if letter == "-"
+                    else remat.region(SavesInternal.apply, name, recompute=letter == "R")(t)
+                )
             return t
 
         compare_compiled(graphs, body, [x])

@@ -90,6 +90,18 @@ class TestSameErrors:
         with pytest.raises(kind, match=text):
             torch.compile(call, backend="aot_eager")(x)
 
+    def test_duplicate_recompute_regions_where_the_graph_breaks(self, x: Tensor) -> None:
+        """A compiled part of an eager checkpoint has its recomputed regions in its graph."""
+
+        def body(t: Tensor) -> Tensor:
+            torch._dynamo.graph_break()
+            for function in (torch.sin, torch.cos):
+                t = remat.region(function, "a", recompute=True)(t)
+            return t
+
+        with pytest.raises(DuplicateNameError, match="block::a"):
+            torch.compile(block(body), backend="aot_eager")(x)
+
     def test_names_are_free_again_in_the_next_checkpoint_and_call(self, x: Tensor) -> None:
         once = block(lambda t: save(torch.sin, "a")(t))
         call = torch.compile(lambda t: once(once(t)), backend="aot_eager", fullgraph=True)

@@ -1,4 +1,4 @@
-"""``torch.compile`` under test: an engine for the contract suite, and backends that show the graphs they were given."""
+"""``torch.compile`` under test: backends that show the graphs they were given."""
 
 from __future__ import annotations
 
@@ -11,24 +11,6 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 
 from helpers.engine import EagerEngine
-
-
-class CompiledEngine(EagerEngine):
-    """``torch.compile`` around the checkpoint: one graph where it can be, the eager runtime where the graph breaks."""
-
-    name = "compiled"
-
-    def checkpoint(self, body: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-        """Compile a function that calls ``body`` in a checkpoint."""
-        checkpointed = super().checkpoint(body, **options)
-
-        def step(*args: Any, **kwargs: Any) -> Any:
-            return checkpointed(*args, **kwargs)
-
-        return torch.compile(step, backend="aot_eager")
-
-
-COMPILED = CompiledEngine()
 
 
 class Ready(EagerEngine):
@@ -112,14 +94,3 @@ def names(graphs: list[torch.fx.GraphModule]) -> list[str]:
             packet = getattr(node.target, "overloadpacket", None)
             found.append(getattr(node.target, "__name__", str(node.target)) if packet is None else packet.__name__)
     return found
-
-
-# Contract tests that compiled checkpoints fail, and why.
-LIMITS: dict[str, str] = {
-    "test_p1_body_changes_its_input[True]": "a change that backward cannot bear is refused by autograd, whose message "
-    "does not name the checkpoint",
-    "test_p1_body_changes_its_input[None]": "as above",
-    "test_p1_one_code_object_many_functions": "an output that eager code returns as a view is a tensor of its own in "
-    "one graph",
-    "test_p2_whatever_the_backward[create_graph]": "AOTAutograd refuses double backward",
-}

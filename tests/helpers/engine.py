@@ -15,6 +15,10 @@ class EagerEngine:
 
     name = "eager"
 
+    def plain(self, body: Callable[..., Any]) -> Callable[..., Any] | None:
+        """The body without a checkpoint as this engine runs it, where that may leave other bits than eager code."""
+        return None
+
     def checkpoint(self, body: Callable[..., Any], **options: Any) -> Callable[..., Any]:
         """Wrap ``body`` in a checkpoint; ``options`` go to ``remat.checkpoint`` unchanged."""
         options.setdefault("region_name", "block")
@@ -30,5 +34,26 @@ class EagerEngine:
         return f"{type(self).__name__}()"
 
 
+class CompiledEngine(EagerEngine):
+    """``torch.compile`` around the checkpoint: one graph where it can be, the eager runtime where the graph breaks."""
+
+    name = "compiled"
+
+    def plain(self, body: Callable[..., Any]) -> Callable[..., Any] | None:
+        """Compiled backward may sum the gradients of one tensor in another order."""
+        return torch.compile(lambda *args, **kwargs: body(*args, **kwargs), backend="aot_eager")
+
+    def checkpoint(self, body: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+        """Compile a function that calls ``body`` in a checkpoint."""
+        checkpointed = super().checkpoint(body, **options)
+
+        def step(*args: Any, **kwargs: Any) -> Any:
+            return checkpointed(*args, **kwargs)
+
+        step.__code__ = step.__code__.replace()  # what Dynamo gives up on for one test, it gives up on for good
+        return torch.compile(step, backend="aot_eager")
+
+
 EAGER = EagerEngine()
-ENGINES = [EAGER]
+COMPILED = CompiledEngine()
+ENGINES = [EAGER, COMPILED]

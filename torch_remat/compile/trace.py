@@ -26,6 +26,7 @@ __all__ = [
     "begin",
     "cannot_break",
     "claim",
+    "claim_beside",
     "enter_save",
     "enter_scope",
     "free_name",
@@ -177,6 +178,20 @@ def claim(name: str) -> str | None:
     name = _qualified(name)
     if name in state.names:
         return duplicate_message(state.name, name, "forward")
+    state.names.add(name)
+    return None
+
+
+@while_tracing
+def claim_beside(name: str) -> str | None:
+    """The same in a compiled part of a checkpoint that is not compiled, which knows of SAVE regions only."""
+    frame, tracer = current_frame.get(), _tracer()
+    if frame is None or tracer is None:
+        return None
+    state = _traced.setdefault(tracer, _Traced())
+    name = _qualified(name)
+    if name in state.names or (name in frame.names and not frame.replaying):
+        return duplicate_message(frame.tape.name, name, "forward")
     state.names.add(name)
     return None
 

@@ -20,7 +20,7 @@ from torch_remat.runtime.dynamo import eager_only, live
 from torch_remat.runtime.frame import current_frame
 from torch_remat.runtime.generators import GeneratorHook
 
-__all__ = ["traced_checkpoint", "traced_region"]
+__all__ = ["traced_checkpoint", "traced_declaration", "traced_region"]
 
 
 def traced_checkpoint(call: Any, options: Any, function: Any, args: Any, kwargs: Any) -> Any:
@@ -64,7 +64,12 @@ def traced_region(function: Any, name: str, recompute: bool, args: Any, kwargs: 
     """A call of a region in code that is traced; ``counted`` names are told apart where a body has them again."""
     where = trace.around()
     if where in (trace.NOWHERE, trace.UNKNOWN):
-        if recompute or not _in_eager_checkpoint() or trace.cannot_break(name):
+        if not _in_eager_checkpoint():
+            return function(*args, **kwargs)
+        problem = None if counted else trace.claim_beside(name)
+        if problem is not None:
+            raise DuplicateNameError(problem)
+        if recompute or trace.cannot_break(name):
             return function(*args, **kwargs)
         return _leaves_the_graph(function, name, counted, args, kwargs)
     if where == trace.INERT:
@@ -84,6 +89,12 @@ def traced_region(function: Any, name: str, recompute: bool, args: Any, kwargs: 
             return function(*args, **kwargs)
     finally:
         trace.leave_save()
+
+
+def traced_declaration(declare: Any, tensors: Any) -> None:
+    """A declaration in code that is traced; ``declare`` makes one eagerly. In a graph the partitioner finds readers."""
+    if trace.around() in (trace.NOWHERE, trace.UNKNOWN) and _in_eager_checkpoint() and not trace.one_graph():
+        _declares_eagerly(declare, tensors)
 
 
 def _in_eager_checkpoint() -> bool:
@@ -129,6 +140,11 @@ _joins_eagerly = _breaks(
     "a torch_remat.checkpoint called by a compiled part of another one that is not compiled. "
     "To fix: compile around the outer checkpoint, or compile without fullgraph=True."
 )
+
+
+@eager_only("recompute_needs_tensor in a compiled part of a checkpoint that is not compiled runs outside the graph.")
+def _declares_eagerly(declare: Any, tensors: Any) -> None:
+    declare(tensors)
 
 
 @eager_only(
