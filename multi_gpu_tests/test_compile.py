@@ -125,3 +125,25 @@ def test_p2_save_bodies_run_once(run, device, mesh):
     RUNS.clear()
     train(model, device, "fsdp")
     assert RUNS[run] == BLOCKS * 3 * (1 if run == "regions" else 2)
+
+
+@pytest.mark.parametrize("parallel", ["fsdp", "tp"])
+@pytest.mark.parametrize("run", ["full", "regions"])
+def test_p3_graphs_of_each_rank_keep_what_the_policy_says(parallel, run, device, mesh):
+    """Read off the partitioned graphs: the projection of the SAVE region is kept, its share of it under TP."""
+    model = build(run, device, mesh, parallel, "fullgraph")
+    x = torch.randn(BATCH, DIM, device=device)
+    found = remat.explain(model, x)
+    assert [one.name for one in found.checkpoints] == ["block"] * BLOCKS
+    again = {"addmm", "mm", "gelu", "counted_gelu"}  # the way down needs them all
+    for one in found.checkpoints:
+        rebuilt = {row.what for region in (*one.regions, one.bare) for row in region.rebuilt}
+        if run == "full":
+            assert one.regions == ()
+            assert len(again & rebuilt) >= 1
+            continue
+        (widen,) = one.regions
+        assert (widen.name, widen.policy) == ("widen", "save")
+        assert not again & {row.what for row in widen.rebuilt}
+        shapes = {row.shape for row in widen.kept if row.bytes}
+        assert shapes == {(BATCH, HIDDEN // mesh.size() if parallel == "tp" else HIDDEN)}
