@@ -8,25 +8,21 @@ from typing import Any
 from tensorboard.plugins.custom_scalar import layout_pb2
 
 from torch_remat_tensorboard.sample import Sample
-from torch_remat_tensorboard.series import MOST_LINES, ROOT, WORST, Metric, metrics_of
+from torch_remat_tensorboard.series import MEMORY, MOST_LINES, REPLAY, ROOT, TROUBLE, WORST, Metric, shown
 
 __all__ = ["layout_for"]
 
 _pb: Any = layout_pb2
 
-_REPLAY = ("replay_ms", "replay_percent", "replays", "step_ms")
-_TROUBLE = ("retries", "out_of_memory")
-
 
 def layout_for(samples: Sequence[Sample]) -> Any:
     """The charts for a job whose ranks give such samples."""
-    metrics = metrics_of(samples)
-    memory = [metric for metric in metrics if metric.name.endswith(("_gib", "_percent")) and metric.name not in _REPLAY]
+    memory = shown(MEMORY, samples)
     title = f"the {WORST} worst ranks" if len(samples) > MOST_LINES else "all ranks"
     categories = [
         (f"Memory, {title}", [_lines(metric) for metric in memory]),
-        (f"Replay, {title}", [_lines(metric) for metric in metrics if metric.name in _REPLAY]),
-        (f"Trouble, {title}", [_lines(metric) for metric in metrics if metric.name in _TROUBLE]),
+        (f"Replay, {title}", [_lines(metric) for metric in REPLAY]),
+        (f"Trouble, {title}", [_lines(metric) for metric in TROUBLE]),
     ]
     if len(samples) > 1:
         categories.insert(1, ("Memory, smallest, mean and largest", [_band(metric) for metric in memory]))

@@ -11,7 +11,19 @@ from dataclasses import dataclass
 
 from torch_remat_tensorboard.sample import Sample
 
-__all__ = ["ALL", "METRICS", "MOST_LINES", "ROOT", "WORST", "Metric", "metrics_of", "scalars", "worst_first"]
+__all__ = [
+    "ALL",
+    "MEMORY",
+    "MOST_LINES",
+    "REPLAY",
+    "ROOT",
+    "TROUBLE",
+    "WORST",
+    "Metric",
+    "scalars",
+    "shown",
+    "worst_first",
+]
 
 ROOT = "remat"
 """All tags begin with this."""
@@ -56,13 +68,17 @@ def _size(name: str, title: str, size: Callable[[Sample], int | None]) -> tuple[
     )
 
 
-METRICS: tuple[Metric, ...] = (
+MEMORY: tuple[Metric, ...] = (
     *_size("kept", "Kept by checkpoints after forward", lambda sample: sample.kept_bytes),
     *_size("rebuilt", "Rebuilt at the peak of replay", lambda sample: sample.rebuilt_bytes),
     *_size("allocated", "Allocated on the device, peak", lambda sample: sample.allocated_bytes),
     *_size("reserved", "Reserved by the allocator", lambda sample: sample.reserved_bytes),
     *_size("resident", "Resident set of the process", lambda sample: sample.resident_bytes),
     *_size("offloaded", "Packed by hooks, offloaded", lambda sample: sample.offloaded_bytes),
+)
+"""Sizes. They are also shown as smallest, mean and largest of all ranks, and as the largest of each stage."""
+
+REPLAY: tuple[Metric, ...] = (
     Metric("replay_ms", "Replay, ms per step", lambda sample: 1e3 * sample.replay_seconds),
     Metric(
         "replay_percent",
@@ -71,15 +87,19 @@ METRICS: tuple[Metric, ...] = (
     ),
     Metric("replays", "Replays", lambda sample: sample.replays),
     Metric("step_ms", "Step, ms", lambda sample: 1e3 * sample.seconds),
+)
+"""What replays cost."""
+
+TROUBLE: tuple[Metric, ...] = (
     Metric("retries", "Allocator retries", lambda sample: sample.retries),
     Metric("out_of_memory", "Out-of-memory events", lambda sample: sample.out_of_memory),
 )
-"""Every figure, in the order of the charts."""
+"""What should not happen."""
 
 
-def metrics_of(samples: Sequence[Sample]) -> list[Metric]:
-    """The metrics that some rank has a figure for."""
-    return [metric for metric in METRICS if any(metric.value(sample) is not None for sample in samples)]
+def shown(metrics: Sequence[Metric], samples: Sequence[Sample]) -> list[Metric]:
+    """Those of the metrics that some rank has a figure for."""
+    return [metric for metric in metrics if any(metric.value(sample) is not None for sample in samples)]
 
 
 def worst_first(samples: Sequence[Sample]) -> list[Sample]:
@@ -104,24 +124,24 @@ def scalars(samples: Sequence[Sample]) -> dict[str, dict[str, float]]:
     said of all ranks together is the run `ALL`.
     """
     worst = worst_first(samples)
-    metrics = metrics_of(samples)
-    points: dict[str, dict[str, float]] = {ALL: _of_all(samples, metrics, worst)}
+    memory = shown(MEMORY, samples)
+    points: dict[str, dict[str, float]] = {ALL: _of_all(samples, memory, worst)}
     for name, sample in _lines(samples, worst).items():
-        figures = {f"{ROOT}/{metric.name}": metric.value(sample) for metric in metrics}
+        figures = {f"{ROOT}/{metric.name}": metric.value(sample) for metric in (*memory, *REPLAY, *TROUBLE)}
         points[name] = {tag: value for tag, value in figures.items() if value is not None}
     stages: dict[int, list[Sample]] = {}
     for sample in samples:
         if sample.stage is not None:
             stages.setdefault(sample.stage, []).append(sample)
     for stage, members in sorted(stages.items()):
-        figures = {f"{ROOT}/stage/{metric.name}": max(_values(metric, members), default=None) for metric in metrics}
+        figures = {f"{ROOT}/stage/{metric.name}": max(_values(metric, members), default=None) for metric in memory}
         points[f"stage_{stage}"] = {tag: value for tag, value in figures.items() if value is not None}
     return points
 
 
-def _of_all(samples: Sequence[Sample], metrics: Sequence[Metric], worst: Sequence[Sample]) -> dict[str, float]:
+def _of_all(samples: Sequence[Sample], memory: Sequence[Metric], worst: Sequence[Sample]) -> dict[str, float]:
     points: dict[str, float] = {f"{ROOT}/worst_rank": worst[0].rank}
-    for metric in metrics if len(samples) > 1 else ():
+    for metric in memory if len(samples) > 1 else ():
         values = _values(metric, samples)
         points[f"{ROOT}/{metric.name}/min"] = min(values)
         points[f"{ROOT}/{metric.name}/mean"] = sum(values) / len(values)
