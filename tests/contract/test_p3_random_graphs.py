@@ -15,25 +15,13 @@ import pytest
 import torch
 from helpers.alive import StorageTracker
 from helpers.engine import EagerEngine
+from helpers.functions import SavesInternal
 from torch import Tensor
 
 import torch_remat as remat
 
 ROWS, COLUMNS = 4, 6
 T = ROWS * COLUMNS * 8
-
-
-class SavesInternal(torch.autograd.Function):
-    """``sin`` that saves its cosine."""
-
-    @staticmethod
-    def forward(ctx: Any, t: Tensor) -> Tensor:
-        ctx.save_for_backward(t.cos())
-        return t.sin()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
-        return grad * ctx.saved_tensors[0]
 
 
 @dataclass(frozen=True)

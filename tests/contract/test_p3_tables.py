@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from helpers.alive import StorageTracker
 from helpers.engine import EagerEngine
+from helpers.functions import SavesInternal
 from torch import Tensor
 
 import torch_remat as remat
@@ -63,19 +64,6 @@ class SavesNothing(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
         return grad * 2
-
-
-class SavesInternal(torch.autograd.Function):
-    """``sin`` that saves a tensor of its own."""
-
-    @staticmethod
-    def forward(ctx: Any, t: Tensor) -> Tensor:
-        ctx.save_for_backward(t.cos())
-        return t.sin()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
-        return grad * ctx.saved_tensors[0]
 
 
 class SavesInput(torch.autograd.Function):

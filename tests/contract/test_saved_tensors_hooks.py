@@ -13,6 +13,7 @@ import torch.utils.checkpoint
 from helpers.compare import compare
 from helpers.engine import EagerEngine
 from helpers.events import Hidden
+from helpers.functions import SavesInternal
 from torch import Tensor
 
 import torch_remat as remat
@@ -60,21 +61,6 @@ def chain_body(t: Tensor) -> Tensor:
     t = remat.region(lambda u: SavesInternal.apply(u), "a", recompute=False)(t * 2)
     t = remat.region(lambda u: SavesInternal.apply(u) * 2, "b", recompute=True)(t)
     return remat.region(lambda u: SavesInternal.apply(u), "c", recompute=False)(t)
-
-
-class SavesInternal(torch.autograd.Function):
-    """Sine that saves the cosine."""
-
-    @staticmethod
-    def forward(ctx: Any, t: Tensor) -> Tensor:
-        """Sine."""
-        ctx.save_for_backward(t.cos())
-        return t.sin()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
-        """Cosine times the gradient."""
-        return grad * ctx.saved_tensors[0]
 
 
 class TestSavedTensorsHooks:

@@ -9,25 +9,12 @@ import torch
 import torch.nn.functional as F
 from helpers.alive import gc_off, live_tensors
 from helpers.events import Hidden
+from helpers.functions import Keeps
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 import torch_remat as remat
-
-
-class Keeps(torch.autograd.Function):
-    """Saves the tensors it is given, under names ``t0``, ``t1``..."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, tensors: list[Tensor]) -> Tensor:
-        remat.save_for_backward(ctx, {f"t{index}": tensor for index, tensor in enumerate(tensors)})
-        return x * 1
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        _ = ctx.saved_tensors
-        return grad, None
 
 
 @st.composite

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.functions import Keeps
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
@@ -17,20 +18,6 @@ from torch.utils._pytree import tree_map
 
 import torch_remat as remat
 from torch_remat.diagnostics import graph
-
-
-class Keeps(torch.autograd.Function):
-    """Saves the tensors it is given, under names ``t0``, ``t1``..."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, tensors: list[Tensor]) -> Tensor:
-        remat.save_for_backward(ctx, {f"t{index}": tensor for index, tensor in enumerate(tensors)})
-        return x * 1
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        _ = ctx.saved_tensors
-        return grad, None
 
 
 def keeping(*tensors: Tensor) -> Tensor:
