@@ -7,6 +7,7 @@ All the host's arguments keep their meaning, and its own modes are untouched. On
 trains on CPU ranks over gloo.
 """
 
+import difflib
 import functools
 import importlib
 import sys
@@ -82,16 +83,20 @@ def take_options(arguments: list[str]) -> tuple[list[str], RematOptions | None]:
     """Our options out of a command line of 0.3, which has no such section of its own; the rest is the host's.
 
     Raises:
-        ValueError: an option of ours lacks its value, has a bad one, or comes with another mode or with a subcommand.
+        ValueError: an option of ours lacks its value, has a bad one, is misspelt, or comes with another mode or with a
+            subcommand.
     """
     rest: list[str] = []
     found: dict[str, Any] = {}
+    unknown: list[str] = []
     pending = iter(arguments)
     for argument in pending:
         name, equals, value = argument.partition("=")
         section, _, option = name.removeprefix("--").replace("-", "_").partition(".")
         if not name.startswith("--") or section != _SECTION or option not in {"mode", *_OPTIONS}:
             rest.append(argument)
+            if name.startswith("--") and section == _SECTION:
+                unknown.append(option)
         elif option in _FLAGS and not equals:
             found[option] = True
         else:
@@ -111,6 +116,12 @@ def take_options(arguments: list[str]) -> tuple[list[str], RematOptions | None]:
         )
     if mode is None:
         return list(arguments), None
+    for option in unknown:
+        near = difflib.get_close_matches(option, _OPTIONS, n=1, cutoff=0.0)[0]
+        raise ValueError(
+            f"--{_SECTION}.{option} is no option of activation_checkpoint.mode remat.\n"
+            f"To fix: --{_SECTION}.{near}? All of them: {', '.join(_OPTIONS)}."
+        )
     return rest, RematOptions.of(found)
 
 
