@@ -14,6 +14,9 @@ import torch
 
 __all__ = ["Device", "DeviceTimer", "HostTimer", "Reading", "current_accelerator"]
 
+_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+"""Where a container's limit stands, in the two versions of control groups."""
+
 
 @dataclass(frozen=True)
 class Reading:
@@ -139,7 +142,7 @@ def _resident_bytes() -> int:
 def _host_bytes() -> int:
     """Memory of the machine, or the limit of the control group where that is lower."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+    for path in _LIMITS:
         try:
             limit = Path(path).read_text().strip()
         except OSError:

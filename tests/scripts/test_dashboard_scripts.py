@@ -1,4 +1,4 @@
-"""The scripts around the memory dashboard: a recorded run is redrawn, costs have a table, make train has its command."""
+"""The scripts around the memory dashboard: a recording is redrawn, the cost has a table, make train has its command."""
 
 import json
 import subprocess
