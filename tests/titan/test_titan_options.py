@@ -275,7 +275,7 @@ def test_the_subcommands_of_0_3_are_left_to_the_host(arguments):
         (["--activation_checkpoint.mode"], "lacks its value"),
         (
             ["--activation_checkpoint.mode=remat", "--activation-checkpoint.save-region=attention.wo"],
-            "save_region is no option of activation_checkpoint.mode remat.\nTo fix: --activation_checkpoint.save_regions?",
+            "is no option of activation_checkpoint.mode remat.\nTo fix: --activation_checkpoint.save_regions?",
         ),
     ],
     ids=repr,
