@@ -128,6 +128,23 @@ class TestPartition:
             assert work <= set(again)
             assert set(graphs.kept) <= {"rng_state_output_0"}, "else the input only"
 
+    def test_p2_save_region_in_a_branch_of_control_flow(self, graphs: Graphs, x: Tensor) -> None:
+        """The operator is kept as a whole, if there is a SAVE region in one of its branches."""
+
+        def body(t: Tensor, wrap: Callable[..., Any]) -> Tensor:
+            inside = torch.cond(
+                t.sum() > 99, lambda u: u.cos() * 3, lambda u: wrap(torch.exp, "e")(u.sin()).cos(), (t,)
+            )
+            return inside.sin()
+
+        plain = lambda function, name: function
+        save = lambda function, name: remat.region(function, name, recompute=False)
+        for wrap, kept in ((save, True), (plain, False)):
+            torch._dynamo.reset()
+            graphs.clear()
+            compare_compiled(graphs, lambda t, wrap=wrap: body(t, wrap), [x])
+            assert ("cond" in names(graphs.forward), "cond" in graphs.recomputed) == (True, not kept)
+
     def test_custom_operator_runs_once_in_a_save_region(self, graphs: Graphs, x: Tensor) -> None:
         counts = {}
         for recompute in (False, True):

@@ -87,9 +87,18 @@ def _policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> Checkpoi
     if marks and SAVE_MARK in marks:
         # A view costs nothing to make again, and kept it would pin what it is a view of.
         return CheckpointPolicy.PREFER_RECOMPUTE if is_view(operation) else CheckpointPolicy.MUST_SAVE
+    if any(isinstance(branch, torch.nn.Module) and _has_saves(branch) for branch in args):
+        return CheckpointPolicy.MUST_SAVE  # control flow is kept as a whole
     if _draws(operation, args, kwargs) and not _draws_the_same_again(operation):
         return CheckpointPolicy.MUST_SAVE
     return CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _has_saves(branch: torch.nn.Module) -> bool:
+    """Whether a SAVE region is in a branch or body of control flow."""
+    graphs = [module.graph for module in branch.modules() if isinstance(module, torch.fx.GraphModule)]
+    nodes = [node for graph in graphs for node in graph.nodes if node.op == "call_function"]  # inputs have copied marks
+    return any(SAVE_MARK in (node.meta.get("custom") or ()) for node in nodes)
 
 
 def is_view(operation: Any) -> bool:
