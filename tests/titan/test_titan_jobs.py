@@ -13,6 +13,7 @@ BLOCKS = 6
 SAVE = ("attention.wo", "feed_forward.*")
 TENSOR_PARALLEL = ("--parallelism.tensor_parallel_degree=2",)
 HOST = (str(Path(__file__).parent / "host_trainer.py"),)
+PLAIN_ATTENTION = (str(Path(__file__).parent / "family_trainer.py"),)
 only_titan_jobs_on_0_2 = pytest.mark.job if SERIES == "0.2" else pytest.mark.slow
 
 
@@ -183,6 +184,20 @@ def test_expert_parallel(jobs):  # noqa: F811
     assert job.collectives("replay") == [{}, {}]
 
 
+@pytest.mark.job
+def test_context_parallel(jobs):  # noqa: F811
+    """By FlexAttention, which is plain operations here: torch has no sharding rule for the CPU kernel of SDPA."""
+    # The host compiles what makes the masks: nothing may count collectives around that.
+    options = {"launcher": PLAIN_ATTENTION, "TORCH_REMAT_ROWS_COLLECTIVES": ""}
+    parallel = ("--parallelism.context_parallel_degree=2", "--training.seq_len=512", "--training.local_batch_size=1")
+    parallel += ("--model.flavor=debugmodel_flex_attn",) if SERIES == "0.2" else ()
+    expected = jobs.run(*parallel, *mode("none"), **options)
+    job = jobs.run(*parallel, *remat(preset="communication"), **options)
+    assert job.figures == expected.figures
+    assert job.last("replays") == job.last("forwards") == [BLOCKS] * 2
+    assert "(6 blocks): save attention.inner_attention\n" in job.log, "what has the collectives of this job inside"
+
+
 TWO_AT_ONCE = {
     "FSDP2 x TP": (*TENSOR_PARALLEL, "--parallelism.data_parallel_shard_degree=2"),
     "FSDP2 x PP": (*pipeline("InterleavedZeroBubble"), "--parallelism.data_parallel_shard_degree=2"),
@@ -207,7 +222,7 @@ def test_two_parallelisms_at_once(jobs, parallel):  # noqa: F811
 @pytest.mark.parametrize("name", [name for name in FAMILIES.get(SERIES or "", {}) if name != "deepseek_v3"])
 @pytest.mark.job
 def test_another_family(jobs, name):  # noqa: F811
-    options = {"launcher": (str(Path(__file__).parent / "family_trainer.py"),), "ranks": 1}
+    options = {"launcher": PLAIN_ATTENTION, "ranks": 1}
     sizes = ("--training.seq_len=32", "--training.local_batch_size=1")
     if name == "gpt_oss":
         # Its blocks compute in bfloat16 alone, which is a matter of FSDP2, and slow on most CPUs.

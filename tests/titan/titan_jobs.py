@@ -53,7 +53,7 @@ class Jobs:
         rows = home / "rows"
         # The family trainer brings attention of its own.
         attention = () if SERIES == "0.2" or "family_trainer" in launcher[-1] else (SDPA,)
-        variables = environment(TORCH_REMAT_ROWS=str(rows), TORCH_REMAT_ROWS_COLLECTIVES="1", **more)
+        variables = environment(**{"TORCH_REMAT_ROWS": str(rows), "TORCH_REMAT_ROWS_COLLECTIVES": "1", **more})
         with (home / "log").open("w+") as log:
             done = subprocess.run(
                 [*command, *launcher, *self.common(home), *attention, *arguments],
