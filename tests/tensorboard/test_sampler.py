@@ -276,6 +276,18 @@ def test_the_policy_is_seen_not_asked(sampler):
     assert sampler.policy == {"save": {"layers.*": {"up"}}, "recompute": {"layers.*": {"down"}}}
 
 
+def test_the_event_of_a_graph_has_the_nodes_of_the_outputs():
+    heard = []
+    events.graph_made.subscribe(listener := lambda tape, nodes: heard.append((tape.name, nodes)))
+    try:
+        x = batch().requires_grad_()
+        two = remat.checkpoint(region_name="two")(lambda t: (t.sin(), t.cos(), t, 3))(x)
+        remat.checkpoint(region_name="nothing to rebuild")(lambda t: t + 1)(x)
+    finally:
+        events.graph_made.unsubscribe(listener)
+    assert heard == [("two", [two[0].grad_fn, two[1].grad_fn])]
+
+
 def test_it_holds_nothing(sampler):
     model, x = stack(2), batch()
     hidden = model[0](x)
