@@ -96,7 +96,7 @@ titan-jobs: $(MAIN_STAMP) $(FLOOR_STAMP)
 	@.venv-floor/bin/python -m pytest -m job tests/titan
 	@.venv/bin/python -m pytest -m job tests/titan
 
-# The whole contract suite on compiled checkpoints, on both versions; three quarters of an hour on two cores.
+# What of the contract suite is inherited by compiled checkpoints, on both versions; ten minutes on two cores.
 compiled-tests: $(MAIN_STAMP) $(FLOOR_STAMP)
 	@.venv-floor/bin/python -m pytest -n $(WORKERS) --dist worksteal -m compiled tests/contract
 	@.venv/bin/python -m pytest -n $(WORKERS) --dist worksteal -m compiled tests/contract

@@ -20,7 +20,8 @@ from bench_common import machine, middle_half, sac_contexts, table
 from bench_memory_cases import PLAIN, SAC, SAVED, TORCH, Shape, _layer
 
 BUDGET = "memory budget API, 0.5"
-CASES = (PLAIN, TORCH, SAC, SAVED, BUDGET)
+SAC_FIVE = "selective (SAC): what the five regions do"
+CASES = (PLAIN, TORCH, SAC, SAC_FIVE, SAVED, BUDGET)
 WARM_UP = 3
 
 
@@ -40,13 +41,13 @@ class Stack:
         self.x = torch.randn(shape.batch, shape.seq, shape.dim, requires_grad=True)
         self.gradient = torch.ones_like(self.x)
         self.case = case
-        contexts = sac_contexts()
+        contexts = {SAC: sac_contexts(), SAC_FIVE: _sac_of_the_regions}.get(case)
         checkpoint = torch.utils.checkpoint.checkpoint
 
         def call(layer: Any, x: Any) -> Any:
             if case == TORCH:
                 return checkpoint(layer, x, use_reentrant=False)
-            if case == SAC:
+            if contexts is not None:
                 return checkpoint(layer, x, use_reentrant=False, context_fn=contexts)
             if case == SAVED:
                 return remat.checkpoint(region_name="layer")(layer)(x)
@@ -83,6 +84,26 @@ class Stack:
     def gradients(self) -> list[Any]:
         """Of the input and of every parameter, after a step."""
         return [self.x.grad, *(parameter.grad for layer in self.layers for parameter in layer.parameters())]
+
+
+def _sac_of_the_regions() -> Any:
+    """Contexts that save attention and every matrix product but the first three: a policy per operator has to count."""
+    import torch
+    from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+    aten = torch.ops.aten
+    products: dict[bool, int] = {True: 0, False: 0}  # in the recomputation and in forward
+
+    def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        if op is aten._scaled_dot_product_flash_attention_for_cpu.default:
+            return CheckpointPolicy.MUST_SAVE
+        if op in (aten.mm.default, aten.addmm.default):
+            products[context.is_recompute] += 1
+            if products[context.is_recompute] > 3:  # not query, key and value
+                return CheckpointPolicy.MUST_SAVE
+        return CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
 
 
 @contextlib.contextmanager

@@ -27,7 +27,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Contract tests on the compiled engine: expect the known failures; run a slice unless all are asked for."""
+    """Contract tests on the compiled engine: expect the known failures; some run only when asked for."""
     left_out = []
     for item in items:
         if not hasattr(item, "callspec") or item.callspec.params.get("engine") is not engines.COMPILED:
@@ -38,7 +38,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         reason = limits.reason_of(name)
         if reason is not None:
             item.add_marker(pytest.mark.xfail(reason=reason, strict=True))
-        if limits.is_unsteady(name) or not (limits.in_slice(name) or "compiled" in config.getoption("markexpr")):
+        if not limits.is_run(name, asked="compiled" in config.getoption("markexpr")):
             left_out.append(item)
     if left_out:
         config.hook.pytest_deselected(items=left_out)
@@ -54,7 +54,8 @@ def _ignored(warning: str) -> pytest.MarkDecorator:
 def fresh_compiler() -> Iterator[None]:
     """No compiled code of another test, and none left."""
     torch._dynamo.reset()
-    yield
+    with torch.inference_mode(False):  # a test that failed in it may have left it on, with its traceback
+        yield
     torch._dynamo.reset()
 
 
