@@ -86,8 +86,8 @@ def checkpoint(
             not do what it did when it was last looked at: ``"error"`` raises ``PlaceholderError``; ``"rerun"`` starts
             the replay over, runs that region in it, and warns. Such a region must draw no random numbers without a
             state hook, modify nothing that it did not make and find its module and captured tensors as they were; its
-            collectives are issued again. Either way the next
-            call is looked at anew. Inside another checkpoint the outer one's choice counts.
+            collectives are issued again. Either way the next call is looked at anew. Inside another checkpoint the
+            outer one's choice counts.
 
     Returns:
         A decorator for any callable. The wrapped callable takes and returns what the function does: any arguments, any
@@ -124,8 +124,7 @@ def checkpoint(
             "checkpoint does not preserve torch's RNG state by itself: that would cost a copy of every generator at "
             "every SAVE region. "
             "To fix: checkpoint(..., recompute_state_hooks=(remat.GeneratorHook(),)) for blocks that draw random "
-            "numbers in "
-            "recomputed code."
+            "numbers in recomputed code."
         )
     options = _Options(
         region_name,
