@@ -26,7 +26,7 @@ def name_of(nodeid: str) -> str:
 
 def is_run(name: str, *, asked: bool) -> bool:
     """Whether the test runs on the compiled engine, ``asked`` for or in every test run."""
-    if name in UNSTEADY:
+    if name in UNSTEADY or name.partition("[")[0] in UNSTEADY:
         return False
     return name.startswith(_ALWAYS) or (asked and name.startswith(_WHEN_ASKED))
 
@@ -58,5 +58,11 @@ LIMITS: dict[str, tuple[str, ...]] = {
 }
 """Reason -> tests; a name without parameters stands for all."""
 
-UNSTEADY = {"TestP1Operations::test_p1_every_policy[fft]"}
-"""Left out: the last bits of a Fourier transform depend on where its input lies in memory."""
+UNSTEADY = {
+    "TestP1Operations::test_p1_every_policy[fft]",
+    "TestP4Doors::test_p4_autograd_grad_in_save_region_reaches_recomputed_code",
+    "TestP4Doors::test_p4_autograd_grad_inside_the_body",
+}
+"""Left out, a name without parameters stands for all: the last bits of a Fourier transform depend on where its input lies
+in memory; and Dynamo may trace ``torch.autograd.grad`` in a body, which AOTAutograd then refuses, or leave it to Python.
+"""

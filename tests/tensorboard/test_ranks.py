@@ -4,7 +4,7 @@ import boards_on_ranks
 import pytest
 from boards import GIB, INPUT, WIDE, Board, event_files
 from helpers.ranks import free_port, run_ranks, values
-from test_failures import finish, start, steps_in
+from test_dashboard_failures import finish, start, steps_in
 
 from torch_remat_tensorboard.recording import FILE, read_recording
 

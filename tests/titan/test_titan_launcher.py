@@ -116,8 +116,9 @@ def processes_that_name(path: Path) -> list[str]:
 def test_a_short_real_run_ends_with_equal_digits(tmp_path):
     done = launch(tmp_path, "--training.seq_len=64", "--training.local_batch_size=2")
     assert done.returncode == 0, done.stdout + done.stderr
-    *_, none, full, regions, _, verdict = done.stdout.splitlines()
+    *_, none, full, regions, _, verdict, dashboard = done.stdout.splitlines()
     assert verdict.endswith("equal digit for digit in the three.")
+    assert dashboard.startswith("Memory of every rank, step by step: ")
     figures = [line.split("  ") for line in (none, full, regions)]
     cells = [[cell.strip() for cell in line if cell.strip()] for line in figures]
     assert [line[0] for line in cells] == ["no checkpointing", "full recomputation", "regions"]
