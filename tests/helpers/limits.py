@@ -63,6 +63,6 @@ UNSTEADY = {
     "TestP4Doors::test_p4_autograd_grad_in_save_region_reaches_recomputed_code",
     "TestP4Doors::test_p4_autograd_grad_inside_the_body",
 }
-"""Left out, a name without parameters stands for all: the last bits of a Fourier transform depend on where its input lies
-in memory; and Dynamo may trace ``torch.autograd.grad`` in a body, which AOTAutograd then refuses, or leave it to Python.
+"""Left out; a name without parameters stands for all. The last bits of a Fourier transform depend on where its input
+lies in memory. Dynamo may trace ``torch.autograd.grad`` in a body, which AOTAutograd then refuses, or leave it to Python.
 """
