@@ -64,5 +64,5 @@ UNSTEADY = {
     "TestP4Doors::test_p4_autograd_grad_inside_the_body",
 }
 """Left out; a name without parameters stands for all. The last bits of a Fourier transform depend on where its input
-lies in memory. Dynamo may trace ``torch.autograd.grad`` in a body, which AOTAutograd then refuses, or leave it to Python.
+lies in memory. Dynamo may trace ``torch.autograd.grad`` in a body, which AOTAutograd refuses, or leave it to Python.
 """
