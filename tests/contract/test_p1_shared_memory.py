@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -243,3 +244,51 @@ class TestP1TensorFromOutside:
             state.add_(1)
             with pytest.raises(ModifiedError, match=r"state.* was modified or replaced between forward and backward"):
                 torch.autograd.grad(output.sum(), x)
+
+
+class TestP1RegionThatRaises:
+    """A SAVE region has effects and then raises, and the body catches it: replay repeats the effects."""
+
+    @pytest.mark.parametrize("way", ["learned", "new path"])
+    @pytest.mark.parametrize("origin", ["recomputed", "SAVE output", "view"])
+    @pytest.mark.parametrize("hooks", [False, True])
+    def test_p1_after_it_modified_an_argument(
+        self, engine: EagerEngine, x: Tensor, origin: str, way: str, hooks: bool
+    ) -> None:
+        """Recomputed code reads what the region left; a new path may refuse a change of a SAVE output."""
+        taken = [way == "learned"]
+
+        def fails(t: Tensor) -> None:
+            t.mul_(2)
+            raise ValueError
+
+        def body(x: Tensor) -> Tensor:
+            if not taken[0]:
+                return save(torch.exp, "other path")(x) * x
+            h = save(torch.matmul, "make")(x, WEIGHT) if origin == "SAVE output" else x @ WEIGHT
+            with contextlib.suppress(ValueError):
+                save(fails, "fails")(h[1:] if origin == "view" else h)
+            return torch.exp(torch.cos(h * 1)) * x
+
+        options: dict[str, Any] = {"saved_tensors_hooks": (torch.clone, lambda tensor: tensor)} if hooks else {}
+        wrapped = engine.checkpoint(body, **options)
+        for call in range(4):
+            may_refuse = way == "new path" and call == 1 and origin == "SAVE output"
+            run = run_once(wrapped, (x,), catch=(ModifiedError,) if may_refuse else ())
+            if run.error is None:
+                assert torch.equal(run_once(body, (x,)).input_grads[0], run.input_grads[0]), f"call {call}"
+            taken[0] = True
+
+    def test_p1_after_it_drew_random_numbers(self, engine: EagerEngine, x: Tensor) -> None:
+        """The numbers that recomputed code draws afterwards are those of forward."""
+
+        def fails(t: Tensor) -> None:
+            torch.rand_like(t)
+            raise ValueError
+
+        def body(x: Tensor) -> Tensor:
+            with contextlib.suppress(ValueError):
+                save(fails, "fails")(x)
+            return torch.exp(torch.sin(x) * torch.rand_like(x)) * x
+
+        compare(body, (x,), options={"recompute_state_hooks": (remat.GeneratorHook(),)}, engine=engine)

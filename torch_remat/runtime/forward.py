@@ -233,30 +233,27 @@ class ForwardFrame(Frame):
         self.inert += 1
         self.phase.inside = False
         try:
-            result = function(*args, **kwargs)
+            try:
+                result = function(*args, **kwargs)
+            finally:
+                self.inert -= 1
+                self.phase.inside = self.inert == 0
+                span.end = _sequence_nr()
+                if saves is not None:
+                    pop_hooks()
+                if ours_on_top:
+                    push_hooks(self.hook, self.unpack)
         except BaseException as error:
+            if isinstance(error, Exception):  # the body may catch it: replay raises it again, after what came before it
+                record.error = _without_frames(error)
+                self._note_effects(SaveOutputs(self, record, step, pair, saves), arguments, versions)
             if saves is not None:
                 saves.close()
-            if isinstance(error, Exception):
-                record.error = _without_frames(error)
             if observer is not None:
                 observer.leave_region(record, [], arguments)
             raise
-        finally:
-            self.inert -= 1
-            self.phase.inside = self.inert == 0
-            span.end = _sequence_nr()
-            if saves is not None:
-                pop_hooks()
-            if ours_on_top:
-                push_hooks(self.hook, self.unpack)
-        if self.hooks:
-            record.exit_states = [(hook, hook.snapshot()) for hook in self.hooks]
         outputs = SaveOutputs(self, record, step, pair, saves)
-        for index, leaf in enumerate(arguments):
-            changed = versions[index] >= 0 and leaf._version != versions[index]
-            if changed and not any(arguments[other] is leaf for other, _ in record.changed):
-                outputs.add_changed(index, leaf)
+        self._note_effects(outputs, arguments, versions)
         leaves = outputs.add_result(result, arguments)
         if observer is not None:
             observer.leave_region(record, leaves, arguments)
@@ -265,6 +262,16 @@ class ForwardFrame(Frame):
             if pair is not None:
                 self.open_saves.append(saves)
         return result
+
+    def _note_effects(self, outputs: SaveOutputs, arguments: list[Any], versions: list[int]) -> None:
+        """What a SAVE region did besides returning: the state it left, the arguments it modified."""
+        record = outputs.record
+        if self.hooks:
+            record.exit_states = [(hook, hook.snapshot()) for hook in self.hooks]
+        for index, leaf in enumerate(arguments):
+            changed = versions[index] >= 0 and leaf._version != versions[index]
+            if changed and not any(arguments[other] is leaf for other, _ in record.changed):
+                outputs.add_changed(index, leaf)
 
     def _forget(self) -> None:
         registry.forget(self.key)  # the next call of this body is observed again

@@ -39,13 +39,13 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 class SaveOutputs:
     """Fills the outputs of one region's record."""
 
-    __slots__ = ("_context", "_copies", "_frame", "_pair", "_record", "_saves", "_step")
+    __slots__ = ("_context", "_copies", "_frame", "_pair", "_saves", "_step", "record")
 
     def __init__(
         self, frame: ForwardFrame, record: Region, step: Step | None, pair: HookPair | None, saves: RegionSaves | None
     ) -> None:
         self._frame = frame
-        self._record = record
+        self.record = record
         self._step = step
         self._pair = pair
         self._saves = saves
@@ -62,18 +62,18 @@ class SaveOutputs:
         if step is None or -1 - index in step.keep or index not in step.changed:
             self.keep_changed(index, argument)
         else:
-            self._record.dropped.append((index, weakref.ref(argument), version_of(argument)))
+            self.record.dropped.append((index, weakref.ref(argument), version_of(argument)))
 
     def keep_changed(self, index: int, argument: Tensor) -> None:
         """Persist what the region left in leaf ``index`` of its arguments."""
         output = self._kept(argument, -1 - index)
-        self._record.changed.append((index, output))
+        self.record.changed.append((index, output))
         if self._frame.observer is None:
             self._frame.pack_output(output)
 
     def add_result(self, result: Any, arguments: list[Any]) -> list[Any]:
         """Record what the region returned; returns the leaves of ``result``."""
-        record = self._record
+        record = self.record
         leaves: list[Any] = []
         if is_container(result):
             record.spec = flatten(result, leaves)
@@ -107,7 +107,7 @@ class SaveOutputs:
             return self._kept(leaf, position)
         output = Output(OutputKind.PLACEHOLDER, (weakref.ref(leaf), version_of(leaf)), meta_of(leaf))
         if position in step.free:
-            note_address(self._record, position, leaf)
+            note_address(self.record, position, leaf)
             if self._saves is not None:
                 output.free = self._saves.kept_twin(leaf)
         return output
@@ -118,7 +118,7 @@ class SaveOutputs:
         if step is not None and position in step.clone:
             copy = self._copies.get(position)
             output.data = private_copy(tensor) if copy is None else copy
-            output.cloned = self._record.cloned = True
+            output.cloned = self.record.cloned = True
         elif is_under_way(tensor):
             # What lies in it is plain; whoever uses it first in forward waits.
             output.data = tensor.elem.detach()  # type: ignore[attr-defined]
@@ -128,7 +128,7 @@ class SaveOutputs:
         output.version = version_of(tensor if output.cloned else output.data)
         output.shell = step is not None and position in step.shells
         if self._frame.tape.check is not None:
-            self._frame.tape.check.persisted(self._record, position, output, tensor)
+            self._frame.tape.check.persisted(self.record, position, output, tensor)
         if self._pair is not None:
             # type: ignore[assignment] - packed when a reader is known
             output.unpack = (self._pair, self._context, self._saves)
