@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch._C._dynamo.guards import set_is_in_mode_without_ignore_compile_internals
+from torch.utils import _python_dispatch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -54,6 +56,9 @@ def _ignored(warning: str) -> pytest.MarkDecorator:
 def fresh_compiler() -> Iterator[None]:
     """No compiled code of another test, and none left."""
     torch._dynamo.reset()
+    # One flag for all threads in torch 2.14: two that leave dispatch modes at once may leave it on.
+    _python_dispatch._is_in_any_mode_without_ignore_compile_internals = False
+    set_is_in_mode_without_ignore_compile_internals(False)
     with torch.inference_mode(False):  # a test that failed in it may have left it on, with its traceback
         yield
     torch._dynamo.reset()

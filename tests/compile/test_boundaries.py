@@ -16,10 +16,11 @@ from helpers.compare import compare, run_once
 from helpers.compiled import Graphs, Ready, names
 from helpers.events import Hidden
 from torch import Tensor, library
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import torch_remat as remat
-from torch_remat.errors import InvalidTypeError, InvalidValueError
+from torch_remat.errors import InvalidTypeError, InvalidValueError, SavesDriftError
 
 WEIGHT = torch.nn.Parameter(torch.linspace(-1, 1, 36, dtype=torch.float64).reshape(6, 6))
 RUNS: list[str] = []
@@ -54,6 +55,20 @@ def broken(t: Tensor) -> Tensor:
     t = remat.region(lambda u: noted(u @ WEIGHT, "save"), "save", recompute=False)(torch.sin(t))
     torch._dynamo.graph_break()
     return remat.region(lambda u: noted(u, "rec"), "rec", recompute=True)(t * 0.1).cos()
+
+
+def plain_saves(t: Tensor) -> Tensor:
+    """What plain code saves here in vain has the layout of what is needed, and no graph has it."""
+    torch._dynamo.graph_break()
+    aside = t.sin()
+    return remat.region(torch.exp, "e", recompute=False)(t.sin()).cos() + 0 * aside
+
+
+class Passes(TorchDispatchMode):
+    """A dispatch mode that changes nothing."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
 
 
 @contextlib.contextmanager
@@ -263,6 +278,84 @@ class TestGraphBreaks:
         thread.start()
         thread.join()
         assert torch.equal(got[0], expected)
+
+    def test_p1_other_threads_and_their_dispatch_modes(self, x: Tensor) -> None:
+        """Torch's own flag for being in a mode is one for all threads."""
+        call = torch.compile(lambda t: remat.checkpoint(region_name="b")(broken)(t), backend="aot_eager")
+        (expected,) = torch.autograd.grad(broken(x).sum(), x)
+        inside, leave = threading.Event(), threading.Event()
+
+        def other() -> None:
+            with Passes():
+                inside.set()
+                leave.wait()
+
+        thread = threading.Thread(target=other)
+        thread.start()
+        inside.wait()
+        try:
+            for _ in range(2):
+                assert torch.equal(torch.autograd.grad(call(x).sum(), x)[0], expected)
+        finally:
+            leave.set()
+            thread.join()
+
+    @pytest.mark.parametrize("function", [plain_saves, broken], ids=["saves of one layout", "regions"])
+    @pytest.mark.parametrize("where", ["around", "inside"])
+    @pytest.mark.parametrize("how", ["mode", "stance"])
+    @pytest.mark.parametrize("when", ["forward", "backward"])
+    def test_p1_one_pass_compiled_and_the_other_not(
+        self, x: Tensor, function: Any, where: str, how: str, when: str
+    ) -> None:
+        """An error wherever replay cannot run what forward ran, never a number."""
+        if where == "around":
+            call = torch.compile(lambda t: remat.checkpoint(region_name="b")(function)(t), backend="aot_eager")
+        else:
+            call = remat.checkpoint(region_name="b")(torch.compile(function, backend="aot_eager"))
+        (expected,) = torch.autograd.grad(function(x).sum(), x)
+
+        def plain() -> Any:
+            return Passes() if how == "mode" else torch.compiler.set_stance("force_eager")
+
+        torch.autograd.grad(call(x).sum(), x)
+        for _ in range(2):
+            with plain() if when == "forward" else contextlib.nullcontext():
+                output = call(x).sum()
+            with plain() if when == "backward" else contextlib.nullcontext():
+                try:
+                    got = torch.autograd.grad(output, x)
+                except SavesDriftError as error:
+                    got = error
+            if isinstance(got, SavesDriftError):
+                assert "To fix: run forward and backward under the same torch.compiler.set_stance" in str(got)
+            else:
+                assert torch.equal(got[0], expected)
+
+    def test_p1_retry_of_a_replay_that_failed_while_dynamo_traced(self, x: Tensor) -> None:
+        """Dynamo gives up a function in which an error is raised: what forward compiled cannot run again."""
+        fails = [False]
+
+        def fragile(t: Tensor) -> Tensor:
+            if remat.is_recomputing() and fails[0]:
+                raise ConnectionError("a collective failed")
+            return t * 1.5
+
+        def body(t: Tensor) -> Tensor:
+            t = remat.region(torch.sin, "save", recompute=False)(t.cos())
+            torch._dynamo.graph_break()
+            return torch.exp(fragile(t))
+
+        call = torch.compile(lambda t: remat.checkpoint(region_name="b")(body)(t), backend="aot_eager")
+        (expected,) = torch.autograd.grad(body(x).sum(), x)
+        output = call(x).sum()
+        fails[0] = True
+        with pytest.raises(ConnectionError):
+            torch.autograd.grad(output, x)
+        fails[0] = False
+        with pytest.raises(SavesDriftError, match="torch._dynamo.reset"):
+            torch.autograd.grad(output, x)
+        torch._dynamo.reset()
+        assert torch.equal(torch.autograd.grad(call(x).sum(), x)[0], expected)
 
     def test_eager_checkpoint_whose_backward_runs_in_compiled_code(self, x: Tensor) -> None:
         """Forward was not compiled, so replay is not."""

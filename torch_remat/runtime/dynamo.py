@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import os
 import sys
 import threading
 import types
@@ -17,7 +18,18 @@ from typing import Any, TypeVar
 
 import torch
 
-__all__ = ["Phase", "eager_only", "frames_compiled_by", "keep_dynamo_out", "live", "set_frames_compiled_by", "tracing"]
+__all__ = [
+    "Phase",
+    "compiles",
+    "eager_only",
+    "frames_compiled_by",
+    "is_compiled",
+    "keep_dynamo_out",
+    "live",
+    "set_frames_compiled_by",
+    "tracing",
+    "what_saves",
+]
 
 F = TypeVar("F")
 
@@ -62,6 +74,37 @@ A replay has to run what forward ran, so it takes over forward's answer; compile
 """
 
 set_frames_compiled_by = _evaluator("set_eval_frame", id)
+
+
+_apply: Any = getattr(getattr(torch.autograd.Function.apply, "__func__", None), "__code__", "built in from torch 2.14")
+_seen: list[bool] = []
+
+
+def compiles() -> bool:
+    """Whether this process has asked for a compiled function."""
+    if not _seen:
+        evaluator = sys.modules.get("torch._dynamo.eval_frame")
+        backends = {} if evaluator is None else getattr(evaluator, "cached_backends", {0: _apply})
+        if any(backend is not None for backend in tuple(backends.values())):
+            _seen.append(True)
+    return bool(_seen)
+
+
+def what_saves() -> types.CodeType:
+    """The code that runs the operation whose result is being saved: to be called by a pack hook."""
+    frame = sys._getframe(2)
+    if frame.f_code is _apply and frame.f_back is not None:
+        frame = frame.f_back
+    return frame.f_code
+
+
+def is_compiled(code: types.CodeType) -> bool:
+    """Whether ``code`` belongs to a compiled function: a graph, or what calls one."""
+    name = code.co_filename
+    return name.startswith("<eval_with_key>") or any(part in name for part in _COMPILER)
+
+
+_COMPILER = tuple(os.sep.join(("", "torch", part, "")) for part in ("_functorch", "_inductor", "_dynamo"))
 
 
 def eager_only(reason: str) -> Any:

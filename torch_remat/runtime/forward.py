@@ -25,7 +25,7 @@ from torch import Tensor
 
 from torch_remat.errors import ModifiedError, RandomStateError, display_name
 from torch_remat.runtime import events, externals
-from torch_remat.runtime.dynamo import eager_only, live
+from torch_remat.runtime.dynamo import compiles, eager_only, live, what_saves
 from torch_remat.runtime.frame import Frame, current_frame, scopes
 from torch_remat.runtime.generators import random_message
 from torch_remat.runtime.hooks import (
@@ -109,8 +109,11 @@ class ForwardFrame(Frame):
             self.under_mode = self.known.under_mode
             tape.under_mode = tape.under_mode or self.under_mode
         self.wraps = bool(events.region_called.listeners) or profiling()
+        self.codes: list[Any] | None = None
         if tape.check is not None:
             self.hook = tape.check.forward_hook(self)
+        elif compiles():
+            self.codes = tape.codes = []
 
     # --- Saves of recomputed code (rule 1)
 
@@ -133,6 +136,8 @@ class ForwardFrame(Frame):
         slot = Slot(expected, tensor)
         reference = _reference(slot)
         slots.append(reference)
+        if self.codes is not None:
+            self.codes.append(what_saves())
         if self.hooks and not tensor.requires_grad:
             self.loose.append(reference)
         if self.observer is not None:

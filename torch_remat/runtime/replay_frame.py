@@ -16,7 +16,7 @@ from torch import Tensor
 from torch_remat.errors import InvalidTypeError, ModifiedError, PolicyDriftError, SavesDriftError, display_name
 from torch_remat.runtime import events, placeholder
 from torch_remat.runtime.bitwise import maker_of, operation_of
-from torch_remat.runtime.dynamo import eager_only
+from torch_remat.runtime.dynamo import eager_only, is_compiled, what_saves
 from torch_remat.runtime.frame import Frame
 from torch_remat.runtime.graft import as_result
 from torch_remat.runtime.labels import profiling, wrapped
@@ -44,6 +44,7 @@ class ReplayFrame(Frame):
     def __init__(self, tape: Tape, unfilled: int) -> None:
         super().__init__(tape)
         self._position = 0
+        self._codes = tape.codes
         self._remaining = unfilled
         self._stops = not tape.to_end
         # Copies count from 0; a state hook may write to what it restores; under a dispatch mode some operations (the
@@ -77,6 +78,10 @@ class ReplayFrame(Frame):
         slots = self.tape.slots
         if position >= len(slots):
             raise SavesDriftError(self._drift(f"it saves more than the {len(slots)} tensors of forward"))
+        if self._codes is not None:
+            code = what_saves()
+            if code is not self._codes[position]:
+                self._compare_codes(self._codes[position], code)
         kept = tensor.detach() if tensor.requires_grad else tensor
         slot = slots[position]()
         if slot is not None and slot.tensor is None:
@@ -340,6 +345,20 @@ class ReplayFrame(Frame):
             f"recompute=False), a module switched between train() and eval(), a cache or container that grew, autocast "
             f"or another "
             f"context that is no longer active (carry it with a state hook)."
+        )
+
+    def _compare_codes(self, forward: Any, replay: Any) -> None:
+        """Compiled and plain code save other tensors, of which some may have the same layout."""
+        compiled = is_compiled(forward)
+        if compiled is is_compiled(replay):
+            return
+        there, here = ("compiled", "as plain Python") if compiled else ("as plain Python", "compiled")
+        raise SavesDriftError(
+            f"Recomputed code of checkpoint {display_name(self.tape.name)} ran {there} in forward and runs {here} in "
+            f"replay, at {placeholder.user_line()}: the two save other tensors.\n"
+            f"To fix: run forward and backward under the same torch.compiler.set_stance and the same torch dispatch "
+            f"modes (a FLOP counter, say, around both or around neither). If an error was raised here in an earlier "
+            f"replay, Dynamo may have given up the function: call torch._dynamo.reset() and run the step again."
         )
 
     def _metadata(self, position: int, expected: Any, found: Any, tensor: Tensor) -> str:

@@ -12,15 +12,11 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
-from torch.utils import _python_dispatch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_dispatch_stack_at
 
 from torch_remat.runtime.dynamo import frames_compiled_by, set_frames_compiled_by
 
 __all__ = ["Ambient", "RecomputeStateHook", "restored"]
-
-# Under a dispatch mode of the user's nothing is compiled, and compiled functions run as they are.
-_nothing_compiled = getattr(_python_dispatch, "is_in_any_mode_without_ignore_compile_internals", lambda: False)
 
 
 @runtime_checkable
@@ -60,6 +56,15 @@ class Ambient:
     def is_plain(self) -> bool:
         """No autocast and no modes."""
         return self.autocast is None and not self.modes
+
+
+def _nothing_compiled() -> bool:
+    """Whether this thread is in a dispatch mode under which Dynamo compiles nothing, and compiled code runs as it is.
+
+    Torch has a flag for this as well, which is one for all threads and stays on when two of them leave modes at once.
+    """
+    modes = map(_get_dispatch_stack_at, range(torch._C._len_torch_dispatch_stack()))
+    return any(not mode.is_infra_mode() and not mode.ignore_compile_internals() for mode in modes)
 
 
 def _is_plain_now(default_dtype: torch.dtype) -> bool:
