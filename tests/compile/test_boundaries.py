@@ -16,6 +16,9 @@ from helpers.compare import compare, run_once
 from helpers.compiled import Graphs, Ready, names
 from helpers.events import Hidden
 from torch import Tensor, library
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import make_boxed_func
+from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -62,6 +65,26 @@ def plain_saves(t: Tensor) -> Tensor:
     torch._dynamo.graph_break()
     aside = t.sin()
     return remat.region(torch.exp, "e", recompute=False)(t.sin()).cos() + 0 * aside
+
+
+def fewer_saves_of_any_length(t: Tensor) -> Tensor:
+    """Where the partitioner knows the length it saves less, or more."""
+    wide = torch.cat([F.layer_norm(t, [6]), t.sin()])[: t.shape[0]]
+    return F.gelu(wide) + torch.exp(-t * t).tanh()
+
+
+def other_saves_of_any_length(t: Tensor) -> Tensor:
+    """The same of a sum over the length."""
+    centered = t - t.sum(0, keepdim=True) / 10
+    return centered + centered.tanh() + t * centered
+
+
+def _as_it_is(graph: Any, inputs: Any) -> Any:
+    return make_boxed_func(graph)
+
+
+# Partitions as Inductor does and compiles nothing.
+min_cut = aot_autograd(fw_compiler=_as_it_is, bw_compiler=_as_it_is, partition_fn=min_cut_rematerialization_partition)
 
 
 class Passes(TorchDispatchMode):
@@ -163,6 +186,36 @@ class TestCompiledPartsOfEagerCheckpoints:
         expected = gradients(body)
         for _ in range(2):
             torch.testing.assert_close(gradients(call), expected, rtol=0, atol=0)
+
+    @pytest.mark.parametrize("threads", [False, True], ids=["", "backward in threads"])
+    @pytest.mark.parametrize("check", ["default", "bitwise"])
+    @pytest.mark.parametrize("part", [fewer_saves_of_any_length, other_saves_of_any_length])
+    def test_p1_replay_runs_the_graph_of_forward(self, part: Any, check: Any, threads: bool) -> None:
+        """What was compiled for one length saves other tensors than what is compiled later, for any length."""
+        compiled = torch.compile(part, backend=min_cut)
+        inner = remat.checkpoint(region_name="inner")(lambda t: compiled(t.cos()).tanh())
+        call = remat.checkpoint(region_name="b", determinism_check=check)(
+            lambda t: remat.region(inner, "inner", recompute=False)(compiled(t.sin())).cos()
+        )
+        leaves = [
+            torch.linspace(-1, 1, n * 6, dtype=torch.float64).reshape(n, 6).requires_grad_() for n in (3, 5, 3, 7)
+        ]
+        expected = [torch.autograd.grad(part(part(leaf.sin()).cos()).tanh().cos().sum(), leaf)[0] for leaf in leaves]
+        for _ in range(2):
+            outputs = [call(leaf).sum() for leaf in leaves]
+            got: dict[int, Tensor] = {}
+
+            def backward(index: int, got: Any = got, outputs: Any = outputs) -> None:
+                (got[index],) = torch.autograd.grad(outputs[index], leaves[index])
+
+            workers = [threading.Thread(target=backward, args=(index,)) for index in range(4)]
+            for worker in workers:
+                worker.start() if threads else worker.run()
+            for worker in workers:
+                if threads:
+                    worker.join()
+            for index in range(4):
+                torch.testing.assert_close(got[index], expected[index], rtol=1e-12, atol=1e-12)
 
     def test_is_recomputing_follows_the_pass(self, x: Tensor) -> None:
         seen: list[bool] = []

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import os
 import sys
 import threading
 import types
@@ -20,15 +19,13 @@ import torch
 
 __all__ = [
     "Phase",
-    "compiles",
     "eager_only",
+    "evaluator",
     "frames_compiled_by",
-    "is_compiled",
     "keep_dynamo_out",
     "live",
     "set_frames_compiled_by",
     "tracing",
-    "what_saves",
 ]
 
 F = TypeVar("F")
@@ -56,7 +53,8 @@ class _Live(threading.local):
 live = _Live()
 
 
-def _evaluator(name: str, otherwise: Any) -> Any:
+def evaluator(name: str, otherwise: Any) -> Any:
+    """A function of Dynamo's frame evaluator, or ``otherwise`` where this torch has none of that name."""
     try:
         return getattr(importlib.import_module("torch._C._dynamo.eval_frame"), name)
     except (ImportError, AttributeError):
@@ -67,44 +65,13 @@ def _nobody() -> None:
     return None
 
 
-frames_compiled_by = _evaluator("get_eval_frame_callback", _nobody)
+frames_compiled_by = evaluator("get_eval_frame_callback", _nobody)
 """Who compiles the functions that this thread calls: something inside a ``torch.compile``, None outside.
 
 A replay has to run what forward ran, so it takes over forward's answer; compiled and plain code save other tensors.
 """
 
-set_frames_compiled_by = _evaluator("set_eval_frame", id)
-
-
-_apply: Any = getattr(getattr(torch.autograd.Function.apply, "__func__", None), "__code__", "built in from torch 2.14")
-_seen: list[bool] = []
-
-
-def compiles() -> bool:
-    """Whether this process has asked for a compiled function."""
-    if not _seen:
-        evaluator = sys.modules.get("torch._dynamo.eval_frame")
-        backends = {} if evaluator is None else getattr(evaluator, "cached_backends", {0: _apply})
-        if any(backend is not None for backend in tuple(backends.values())):
-            _seen.append(True)
-    return bool(_seen)
-
-
-def what_saves() -> types.CodeType:
-    """The code that runs the operation whose result is being saved: to be called by a pack hook."""
-    frame = sys._getframe(2)
-    if frame.f_code is _apply and frame.f_back is not None:
-        frame = frame.f_back
-    return frame.f_code
-
-
-def is_compiled(code: types.CodeType) -> bool:
-    """Whether ``code`` belongs to a compiled function: a graph, or what calls one."""
-    name = code.co_filename
-    return name.startswith("<eval_with_key>") or any(part in name for part in _COMPILER)
-
-
-_COMPILER = tuple(os.sep.join(("", "torch", part, "")) for part in ("_functorch", "_inductor", "_dynamo"))
+set_frames_compiled_by = evaluator("set_eval_frame", id)
 
 
 def eager_only(reason: str) -> Any:
@@ -124,9 +91,9 @@ def keep_dynamo_out(package: str, *entries: types.CodeType) -> None:
     ``entries`` are where Dynamo may start: a compiled module whose ``forward`` is a checkpoint.
     """
     try:
-        evaluator = importlib.import_module("torch._C._dynamo.eval_frame")
-        skip_this_frame = evaluator._FrameExecStrategy(evaluator._FrameAction.SKIP, evaluator._FrameAction.DEFAULT)
-        set_strategy = evaluator.set_code_exec_strategy
+        found = importlib.import_module("torch._C._dynamo.eval_frame")
+        skip_this_frame = found._FrameExecStrategy(found._FrameAction.SKIP, found._FrameAction.DEFAULT)
+        set_strategy = found.set_code_exec_strategy
     except (ImportError, AttributeError, TypeError):
         return
     for name, module in tuple(sys.modules.items()):

@@ -25,7 +25,8 @@ from torch import Tensor
 
 from torch_remat.errors import ModifiedError, RandomStateError, display_name
 from torch_remat.runtime import events, externals
-from torch_remat.runtime.dynamo import compiles, eager_only, live, what_saves
+from torch_remat.runtime.compiled_code import compiles, what_saves
+from torch_remat.runtime.dynamo import eager_only, live
 from torch_remat.runtime.frame import Frame, current_frame, scopes
 from torch_remat.runtime.generators import random_message
 from torch_remat.runtime.hooks import (
@@ -112,7 +113,7 @@ class ForwardFrame(Frame):
         self.codes: list[Any] | None = None
         if tape.check is not None:
             self.hook = tape.check.forward_hook(self)
-        elif compiles():
+        if compiles():
             self.codes = tape.codes = []
 
     # --- Saves of recomputed code (rule 1)

@@ -11,6 +11,7 @@ Rules:
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from torch_remat.errors import RandomStateError, RematError, display_name
 from torch_remat.runtime import externals, placeholder
+from torch_remat.runtime.compiled_code import pinned
 from torch_remat.runtime.dynamo import live
 from torch_remat.runtime.frame import current_frame, scopes
 from torch_remat.runtime.generators import (
@@ -40,13 +42,16 @@ from torch_remat.runtime.tree import unflatten
 
 __all__ = ["replay"]
 
+_NOTHING = contextlib.nullcontext()
+
 
 def replay(tape: Tape, unfilled: int) -> None:
     """Run the body of ``tape`` again and fill its living slots, of which ``unfilled`` are empty."""
     tape.replays += 1
     while True:
         try:
-            return _replay(tape, unfilled)
+            with _NOTHING if tape.codes is None else pinned(tape.codes):
+                return _replay(tape, unfilled)
         except placeholder.PlaceholderError as error:
             if not plan_rerun(tape, error):
                 raise

@@ -16,7 +16,8 @@ from torch import Tensor
 from torch_remat.errors import InvalidTypeError, ModifiedError, PolicyDriftError, SavesDriftError, display_name
 from torch_remat.runtime import events, placeholder
 from torch_remat.runtime.bitwise import maker_of, operation_of
-from torch_remat.runtime.dynamo import eager_only, is_compiled, what_saves
+from torch_remat.runtime.compiled_code import is_compiled, what_saves
+from torch_remat.runtime.dynamo import eager_only
 from torch_remat.runtime.frame import Frame
 from torch_remat.runtime.graft import as_result
 from torch_remat.runtime.labels import profiling, wrapped
@@ -81,7 +82,7 @@ class ReplayFrame(Frame):
         if self._codes is not None:
             code = what_saves()
             if code is not self._codes[position]:
-                self._compare_codes(self._codes[position], code)
+                self._other_code(self._codes[position], code)
         kept = tensor.detach() if tensor.requires_grad else tensor
         slot = slots[position]()
         if slot is not None and slot.tensor is None:
@@ -347,8 +348,11 @@ class ReplayFrame(Frame):
             f"context that is no longer active (carry it with a state hook)."
         )
 
-    def _compare_codes(self, forward: Any, replay: Any) -> None:
-        """Compiled and plain code save other tensors, of which some may have the same layout."""
+    def _other_code(self, forward: Any, replay: Any) -> None:
+        """Compiled and plain code save other tensors, of which some may have the same layout.
+
+        Of two compiled codes that of forward would run if its guards held: the function asks what differs in replay.
+        """
         compiled = is_compiled(forward)
         if compiled is is_compiled(replay):
             return

@@ -268,7 +268,7 @@ class Tape:
         self.order: list[Region] = []
         self.spans = Spans(name)
         self.check: Any = None  # compares values between the passes; see bitwise.py
-        self.codes: list[Any] | None = None  # what runs the operation, for each slot, where some code is compiled
+        self.codes: list[Any] | None = None  # what saved, for each slot, where something is compiled
         self.scopes: tuple[str, ...] = ()
         self.ambient: Any = None  # autocast and friends, as forward saw them
         self.hooks: tuple[Any, ...] = ()  # state hooks
