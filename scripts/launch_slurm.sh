@@ -30,7 +30,8 @@ if [[ $# -eq 0 ]]; then
 fi
 
 # The first node of the allocation is where the ranks meet.
-RDZV_HOST=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+RDZV_HOST=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
+RDZV_HOST=${RDZV_HOST%%$'\n'*}
 export RDZV_HOST
 
 # Jobs that share a node must not share a port: derive it from the job's number.
