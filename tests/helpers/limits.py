@@ -38,6 +38,9 @@ def reason_of(name: str) -> str | None:
 
 
 LIMITS: dict[str, tuple[str, ...]] = {
+    "AOTAutograd refuses double backward": (
+        "TestP4Doors::test_p4_double_backward",
+    ),
     "the outputs of one graph have one backward together, with or without checkpoints": (
         "TestP4Doors::test_p4_disjoint_outputs_through_one_saved_region",
     ),
@@ -58,7 +61,6 @@ UNSTEADY = {
     "TestP1Operations::test_p1_every_policy[fft]",
     "TestP4Doors::test_p4_autograd_grad_in_save_region_reaches_recomputed_code",
     "TestP4Doors::test_p4_autograd_grad_inside_the_body",
-    "TestP4Doors::test_p4_double_backward",
     "TestP4Doors::test_p4_retry_after_failed_replay",
     "TestP2SaveBodyRunsOnce::test_p2_whatever_the_backward[create_graph]",
 }
