@@ -299,6 +299,13 @@ class TestGraphBreaks:
         call(x).sum().backward()
         assert RUNS == ["save", "rec", "rec"]
 
+    def test_double_backward_of_a_graph_is_refused(self, x: Tensor) -> None:
+        """By AOTAutograd, where nothing can be left to Python: never a number."""
+        call = torch.compile(remat.checkpoint(region_name="b")(block), backend="aot_eager", fullgraph=True)
+        (gradient,) = torch.autograd.grad(call(x).sum(), x, create_graph=True)
+        with pytest.raises(RuntimeError, match="double backward"):
+            gradient.sum().backward()
+
     def test_p1_replay_runs_what_forward_ran(self, x: Tensor) -> None:
         """Compiled and plain code save other tensors: a replay of the other kind would fill slots with wrong ones."""
         notes: list[str] = []

@@ -38,9 +38,7 @@ def reason_of(name: str) -> str | None:
 
 
 LIMITS: dict[str, tuple[str, ...]] = {
-    "AOTAutograd refuses double backward": (
-        "TestP4Doors::test_p4_double_backward",
-    ),
+    "AOTAutograd refuses double backward": ("TestP4Doors::test_p4_double_backward",),
     "the outputs of one graph have one backward together, with or without checkpoints": (
         "TestP4Doors::test_p4_disjoint_outputs_through_one_saved_region",
     ),
