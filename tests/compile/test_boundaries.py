@@ -299,6 +299,14 @@ class TestGraphBreaks:
         call(x).sum().backward()
         assert RUNS == ["save", "rec", "rec"]
 
+    def test_p1_compiler_reset_between_forward_and_backward(self, x: Tensor) -> None:
+        """Replay compiles the function again, to the same graph."""
+        call = remat.checkpoint(region_name="b")(torch.compile(lambda t: t.sin().exp().tanh(), backend="aot_eager"))
+        (expected,) = torch.autograd.grad(x.sin().exp().tanh().sum(), x)
+        output = call(x).sum()
+        torch._dynamo.reset()
+        assert torch.equal(torch.autograd.grad(output, x)[0], expected)
+
     def test_double_backward_of_a_graph_is_refused(self, x: Tensor) -> None:
         """By AOTAutograd, where nothing can be left to Python: never a number."""
         call = torch.compile(remat.checkpoint(region_name="b")(block), backend="aot_eager", fullgraph=True)
