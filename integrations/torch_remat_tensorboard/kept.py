@@ -13,8 +13,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from torch_remat.diagnostics.graph import saves_of
-from torch_remat.diagnostics.storages import is_weight
+from torch_remat.diagnostics.graph import is_weight, saves_of
 from torch_remat.runtime.tape import Output, OutputKind, Packed, Span, Tape
 from torch_remat_tensorboard.names import INPUTS, label_of
 from torch_remat_tensorboard.resident import Resident
@@ -45,7 +44,7 @@ def count_kept(tape: Tape, nodes: list[Any], weights: Weights, kept: Resident, p
             for save in saves_of(node):
                 if save.kind in ("packed", "foreign"):
                     _count_payload(save.payload, label, packed)
-                elif save.tensor is not None and save.kind != "replay" and not is_weight(save.tensor):
+                elif save.tensor is not None and save.kind != "replay" and not save.weight:
                     for storage in storages_of(save.tensor):
                         if storage._cdata not in weights:
                             kept.add(storage, label)

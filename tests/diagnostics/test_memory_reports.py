@@ -204,6 +204,38 @@ class TestCurrent:
         assert len(lines) == 3
         assert "output at idx 0" in lines[2]
 
+    @pytest.mark.parametrize(
+        "view",
+        [
+            lambda leaf: leaf,
+            lambda leaf: leaf.view(-1, 9),
+            lambda leaf: leaf.t().view(9, 6).t(),
+            lambda leaf: leaf[1:4],
+            lambda leaf: leaf.unbind(0)[2],
+            lambda leaf: leaf.view(2, 3, 9).select(0, 1).expand(4, 3, 9),
+        ],
+        ids=["leaf", "view", "views of a view", "slice", "unbind", "expand"],
+    )
+    @pytest.mark.parametrize("where", ["input", "captured"])
+    def test_a_leaf_costs_nothing_as_whatever_view_a_node_saves_it(self, view: Any, where: str):
+        leaf = torch.zeros(6, 9, requires_grad=True)
+
+        def body(x: Tensor) -> Tensor:
+            read = leaf if where == "captured" else x
+            return remat.region(lambda t: torch.sin(view(t if where == "input" else leaf)), "sin", recompute=False)(
+                read
+            )
+
+        outputs = [remat.checkpoint(region_name="b")(body)(leaf) for _ in range(2)]
+        assert remat.saved_tensors_report(outputs).bytes == 0
+
+    @pytest.mark.parametrize("shape", [(6, 9), (2, 3, 9), (1, 6, 9), (1, 1, 6, 9)])
+    def test_a_linear_layer_on_a_leaf_keeps_nothing_but_its_output(self, shape: tuple[int, ...]):
+        linear = torch.nn.Linear(9, 3)
+        body = remat.checkpoint(region_name="b")(lambda x: remat.region(linear, "wq", recompute=False)(x).sin())
+        y = body(torch.zeros(shape, requires_grad=True))
+        assert remat.saved_tensors_report(y).bytes == y.nbytes
+
     def test_annotator_is_called_per_row_and_falsy_is_no_label(self):
         saves = {"lse": lambda x: torch.ones(3), "probs": lambda x: torch.ones(4)}
         lines = report_in_body(saver(saves), annotate=lambda t: "made here" if t.numel() == 3 else "")

@@ -91,6 +91,19 @@ class TestPrices:
         assert (saved.policy, recomputed.policy) == ("save", "recompute")
         assert saved.kept_bytes == recomputed.kept_bytes == 96
 
+    @pytest.mark.parametrize("shape", [(6, 4), (1, 6, 4)])
+    def test_what_else_is_alive_makes_no_difference_to_the_price(self, shape: tuple[int, ...]):
+        linear = torch.nn.Linear(4, 5)
+
+        def body(x: Tensor) -> Tensor:
+            return remat.region(linear, "wq", recompute=False)(x).sin()
+
+        x = torch.zeros(shape) + 1
+        alone = by_region(remat.profile_regions(body, x))["wq"].kept_bytes
+        same = remat.checkpoint(region_name="a")(body)(x)  # its region has saved x, too
+        assert by_region(remat.profile_regions(body, x))["wq"].kept_bytes == alone
+        assert remat.saved_tensors_report(same).region_bytes == alone
+
     def test_random_operations_and_training_state(self):
         x = torch.zeros(4, 6, requires_grad=True)
         found = by_region(remat.profile_regions(lambda t: remat.region(F.dropout, "d", recompute=True)(t).exp(), x))

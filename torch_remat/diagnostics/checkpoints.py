@@ -17,9 +17,9 @@ from typing import Any
 
 from torch import Tensor
 
-from torch_remat.diagnostics.graph import NodeSaves, Save, unseen
+from torch_remat.diagnostics.graph import NodeSaves, Save, is_weight, unseen
 from torch_remat.diagnostics.report import Report, count_of, format_bytes
-from torch_remat.diagnostics.storages import Annotate, Bill, StorageRow, Value, is_weight, row_lines, values_of
+from torch_remat.diagnostics.storages import Annotate, Bill, StorageRow, Value, row_lines, values_of
 from torch_remat.errors import display_name
 from torch_remat.runtime.frame import Frame
 from torch_remat.runtime.tape import Output, OutputKind, Packed, Region, Span, Spans, Tape
@@ -261,7 +261,7 @@ def _saved_values(span: Span, nodes: list[NodeSaves], packed: _Packed) -> tuple[
                 rebuilt += 1
             elif save.kind in ("packed", "foreign"):
                 packed.add(save.payload)
-            elif save.tensor is not None and save.kind != "replay" and not is_weight(save.tensor):
+            elif save.tensor is not None and save.kind != "replay" and not save.weight:
                 values.extend(_with_address(span, value) for value in values_of(save.tensor, name))
     return values, rebuilt
 
@@ -363,6 +363,6 @@ def _tensors_in(payload: Any, depth: int) -> Iterator[Tensor]:
 def native_values(node: NodeSaves) -> Iterator[tuple[Save, Value]]:
     """What a node outside every region keeps by itself."""
     for save in node.saves:
-        if save.kind in ("native", "kept") and save.tensor is not None and not is_weight(save.tensor):
+        if save.kind in ("native", "kept") and save.tensor is not None and not save.weight:
             for value in values_of(save.tensor, save.attribute):
                 yield save, value

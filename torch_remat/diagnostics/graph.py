@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Container, Iterable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, compress
 from typing import Any
 
@@ -28,6 +28,7 @@ __all__ = [
     "Save",
     "discover_autograd_roots",
     "find_live",
+    "is_weight",
     "nodes_of",
     "saves_of",
     "unseen",
@@ -35,6 +36,8 @@ __all__ = [
 ]
 
 _RAW = "_raw_saved_"
+_MOST_VIEWS = 16  # of views of views
+_AccumulateGrad = torch._C._functions.AccumulateGrad
 _FAKE = ("FakeTensor", "FunctionalTensor")
 _no_dispatch = getattr(torch._C, "_DisableTorchDispatch", None)
 _grad_fn = vars(torch._C.TensorBase)["grad_fn"].__get__  # whatever a subclass has made of the attribute
@@ -46,7 +49,8 @@ class Save:
 
     ``kind`` is ``"native"``, ``"kept"`` (by our hook), ``"slot"`` (dropped, or rebuilt by now), ``"packed"`` (by a
     user's hook pair that we apply), ``"foreign"`` (by hooks that are not ours) or ``"replay"`` (of a graph that replay
-    makes and throws away). ``tensor`` is what is resident; ``payload`` what a hook pair made of it.
+    makes and throws away). ``tensor`` is what is resident; ``payload`` what a hook pair made of it. ``weight`` says
+    that the tensor is a leaf, or a view of one.
     """
 
     kind: str
@@ -54,6 +58,7 @@ class Save:
     position: int
     tensor: Tensor | None
     payload: Any = None
+    weight: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +120,12 @@ def discover_autograd_roots() -> list[Tensor]:
     """
     with unseen():
         return [thing for thing, sort in _found() if sort == "tensor" and nodes_of([thing])]
+
+
+def is_weight(tensor: Tensor) -> bool:
+    """Whether ``tensor`` is a leaf that requires a gradient, or a view of one: it would be there anyway."""
+    base = tensor._base if tensor._base is not None else tensor
+    return base.is_leaf and base.requires_grad
 
 
 def nodes_of(tensors: Iterable[Tensor]) -> list[Any]:
@@ -190,6 +201,7 @@ def _is_node(kind: type) -> bool:
 
 def saves_of(node: Any) -> Iterator[Save]:
     """What ``node`` saves, as long as it has not run."""
+    leaves: set[int] | None = None
     for attribute in _attributes(node):
         try:
             saved = getattr(node, attribute)
@@ -198,8 +210,36 @@ def saves_of(node: Any) -> Iterator[Save]:
         several = saved if isinstance(saved, (tuple, list)) else (saved,)
         for position, one in enumerate(several):
             save = _save(one, attribute.removeprefix(_RAW), position)
-            if save is not None:
-                yield save
+            if save is None:
+                continue
+            if save.tensor is not None and save.kind in ("native", "kept"):
+                if leaves is None:
+                    leaves = _leaf_storages(node)
+                if is_weight(save.tensor) or not leaves.isdisjoint(storage_keys(save.tensor)):
+                    save = replace(save, weight=True)
+            yield save
+
+
+def _leaf_storages(node: Any) -> set[int]:
+    """The storages of leaves that ``node`` got, or of which it got views: what is saved of a view knows no base."""
+    found: set[int] = set()
+    for edge, _ in node.next_functions:
+        leaf = _leaf_behind(edge)
+        if leaf is not None:
+            found.update(storage_keys(leaf))
+    return found
+
+
+def _leaf_behind(node: Any) -> Tensor | None:
+    """The leaf that a chain of nodes with one input each, as those of views are, leads to."""
+    for _ in range(_MOST_VIEWS):
+        if node is None or type(node) is _AccumulateGrad:
+            break
+        before = node.next_functions
+        if len(before) != 1:
+            return None
+        node = before[0][0]
+    return None if node is None else node.variable
 
 
 def _save(saved: Any, attribute: str, position: int) -> Save | None:

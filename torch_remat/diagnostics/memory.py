@@ -24,6 +24,7 @@ from torch_remat.diagnostics.storages import Annotate, Bill
 from torch_remat.diagnostics.text import compressed, sort_key
 from torch_remat.errors import UsageError, display_name
 from torch_remat.runtime.frame import current_frame
+from torch_remat.runtime.tape import Span
 
 __all__ = [
     "OutsideRow",
@@ -201,10 +202,18 @@ def print_saved_tensors_report(
     print_text(format_saved_tensors_report(roots, annotate), file)
 
 
-def kept_bytes_by_span(nodes: Iterable[Any] = ()) -> dict[int, int]:
-    """What each living SAVE region call keeps, by identity of its span. ``nodes`` are looked at as well."""
+def kept_bytes_by_span(wanted: Iterable[Span], nodes: Iterable[Any] = ()) -> dict[int, int]:
+    """What SAVE region calls keep, by identity of their spans, whatever other checkpoints hold of it.
+
+    A storage that several of them hold is counted for the first. ``nodes`` are looked at as well.
+    """
+    known = {id(span) for span in wanted}
     found = find_live()
-    live = replace(found, nodes=(*found.nodes, *nodes))
+    live = replace(
+        found,
+        spans=tuple(spans for spans in found.spans if any(id(span) in known for span in spans.items)),
+        nodes=(*found.nodes, *nodes),
+    )
     return {
         id(span): region.bytes
         for draft in _drafts(live, [], Bill(live.weights), None)

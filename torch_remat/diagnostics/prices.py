@@ -168,7 +168,8 @@ class _Run:
     def measure(self, function: Any, args: Any, kwargs: Any) -> None:
         """Kept bytes."""
         outputs = self._call(function, args, kwargs)
-        alive = kept_bytes_by_span(nodes_of(one for one in outputs if isinstance(one, Tensor)))
+        spans = [span for _, spans in self._spans for span in spans.items]
+        alive = kept_bytes_by_span(spans, nodes_of(one for one in outputs if isinstance(one, Tensor)))
         for checkpoint, spans in self._spans:
             for span in spans.items:
                 self.kept[checkpoint, span.name] = alive.get(id(span), 0)

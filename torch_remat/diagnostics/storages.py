@@ -25,7 +25,7 @@ from torch_remat.diagnostics.graph import unseen
 from torch_remat.diagnostics.report import Report, format_bytes
 from torch_remat.runtime.placeholder import inner_tensors, is_placeholder
 
-__all__ = ["Annotate", "Bill", "StorageRow", "Value", "ViewRow", "is_weight", "row_lines", "values_of"]
+__all__ = ["Annotate", "Bill", "StorageRow", "Value", "ViewRow", "row_lines", "values_of"]
 
 Annotate = Callable[[Tensor], Any]
 _MOST_RUNS = 4096
@@ -139,12 +139,6 @@ def values_of(tensor: Tensor, name: str) -> Iterator[Value]:
     parts = list(_parts(tensor, ""))
     for suffix, part in parts:
         yield Value(part, [name + suffix] if name else [], outer=tensor)
-
-
-def is_weight(tensor: Tensor) -> bool:
-    """Whether ``tensor`` is a leaf that requires a gradient, or a view of one: it would be there anyway."""
-    base = tensor._base if tensor._base is not None else tensor
-    return base.is_leaf and base.requires_grad
 
 
 def row_lines(rows: tuple[StorageRow, ...], indent: str = "  ") -> list[str]:

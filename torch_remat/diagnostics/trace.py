@@ -90,7 +90,7 @@ class _Collector:
         """Fill in what SAVE regions keep now."""
         waiting, self.waiting = self.waiting, []
         if waiting:
-            kept = kept_bytes_by_span()
+            kept = kept_bytes_by_span(span for _, span in waiting)
             for entry, span in waiting:
                 entry.kept_bytes = kept.get(id(span), 0)
 
