@@ -14,10 +14,11 @@ from torch.autograd import forward_ad
 
 from torch_remat.compile.trace import unguarded
 from torch_remat.compile.traced import traced_checkpoint
-from torch_remat.errors import InvalidTypeError, InvalidValueError, UnsupportedError
+from torch_remat.errors import InvalidTypeError, InvalidValueError, UnsupportedError, display_name
 from torch_remat.runtime import events
 from torch_remat.runtime.backward import Trigger, unpacker
 from torch_remat.runtime.bitwise import BitwiseCheck
+from torch_remat.runtime.captured import captured
 from torch_remat.runtime.dynamo import eager_only, tracing
 from torch_remat.runtime.forward import ForwardFrame, early_stop_allowed, run_forward
 from torch_remat.runtime.frame import current_frame, scopes
@@ -25,8 +26,17 @@ from torch_remat.runtime.hooks import HookPair, SavedTensorKind, call_pack, nati
 from torch_remat.runtime.hooks import saved_tensors_hooks as saved_tensors_hooks_context
 from torch_remat.runtime.plan import body_key
 from torch_remat.runtime.state import Ambient, RecomputeStateHook
-from torch_remat.runtime.tape import Output, OutputKind, Tape, stride_of, version_of, version_probe
-from torch_remat.runtime.tree import flatten, is_container
+from torch_remat.runtime.tape import (
+    Output,
+    OutputKind,
+    Tape,
+    gradient_of,
+    plain_attributes,
+    stride_of,
+    version_of,
+    version_probe,
+)
+from torch_remat.runtime.tree import flatten, is_container, is_iterator
 
 __all__ = ["Checkpointed", "checkpoint"]
 
@@ -202,6 +212,7 @@ def _call(options: _Options, function: Callable[..., Any], args: tuple[Any, ...]
         tape.states = [hook.snapshot() for hook in options.hooks]
     if _sequence_nr is not None:
         tape.first_sequence_nr = _sequence_nr()
+    tape.captured = captured(function)
     frame_type = ForwardFrame if outer is None else outer.checkpoint_frame
     frame = frame_type(tape, tape.key, leaves, pair, options.check, unpacker(tape))
     try:
@@ -240,14 +251,20 @@ def _take_inputs(tape: Tape, args: tuple[Any, ...], kwargs: dict[str, Any], pair
     seen: dict[int, int] = {}
     for index, leaf in enumerate(leaves):
         if not isinstance(leaf, Tensor):
+            if is_iterator(leaf):
+                raise InvalidTypeError(
+                    f"Checkpoint {display_name(tape.name)} got a {type(leaf).__name__} as an argument: forward would "
+                    f"use it up, and replay find nothing in it.\nTo fix: pass a list or a tuple."
+                )
             tape.inputs.append(Output(OutputKind.OBJECT, leaf))
             continue
         first = seen.setdefault(id(leaf), index)
         if first != index:
             tape.inputs.append(Output(OutputKind.REPEAT, first))
             continue
-        output = Output(OutputKind.KEPT, leaf, leaf.requires_grad)
+        output = Output(OutputKind.KEPT, leaf, gradient_of(leaf))
         output.version = version_of(leaf)
+        output.attributes = plain_attributes(leaf)
         if pair is not None:
             output.data = call_pack(pair, leaf, SavedTensorKind.CHECKPOINT_INPUT, None)
             output.unpack = pair.unpack

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from torch_remat.errors import ModifiedError, RandomStateError, display_name
 from torch_remat.runtime import events, externals
+from torch_remat.runtime.captured import captured
 from torch_remat.runtime.compiled_code import compiles, what_saves
 from torch_remat.runtime.dynamo import eager_only, live
 from torch_remat.runtime.frame import Frame, current_frame, scopes
@@ -60,6 +61,7 @@ from torch_remat.runtime.tape import (
     Slot,
     Span,
     Tape,
+    gradient_of,
     stride_of,
     version_of,
     version_probe,
@@ -72,6 +74,8 @@ __all__ = ["ForwardFrame", "run_forward"]
 
 
 _reference = weakref.ref
+_nobody: Any = lambda: None
+"""In place of the reference to a slot: for a save that takes a position and needs no replay."""
 _sequence_nr = getattr(torch._C._autograd, "_get_sequence_nr", None) or int
 
 
@@ -120,9 +124,14 @@ class ForwardFrame(Frame):
 
     def pack(self, tensor: Tensor) -> Any:
         """Pack hook of recomputed code. The hottest function here: one call for each save."""
-        if tensor.is_leaf and tensor.requires_grad and id(tensor) not in self.input_ids:
-            return Kept(tensor, (self.tape.name, None, 0))
         slots = self.slots
+        if tensor.is_leaf and tensor.requires_grad and id(tensor) not in self.input_ids:
+            slots.append(_nobody)
+            if self.check and len(self.layouts) < len(slots):
+                self.layouts.append(None)
+            if self.codes is not None:
+                self.codes.append(what_saves())
+            return Kept(tensor, (self.tape.name, None, 0))
         expected = None
         if self.check:
             expected = (tensor.shape, tensor.dtype, tensor.device)
@@ -210,7 +219,7 @@ class ForwardFrame(Frame):
                     tensor = reference()
                     if tensor is not None and version_of(tensor) == version:
                         output.kind, output.data, output.version = OutputKind.KEPT, tensor.detach(), version
-                        output.meta = tensor.requires_grad
+                        output.meta = gradient_of(tensor)
 
     def _call_save(self, function: Any, record: Region, step: Step | None, args: Any, kwargs: Any) -> Any:
         observer = self.observer
@@ -372,6 +381,8 @@ class ForwardFrame(Frame):
             # Nobody has looked at this path; replay will, and then has to know what is as it was.
             tape.externals = externals.locate(tape.function, externals.find(tape.function, lambda tensor: True))
         tape.to_end = tape.to_end or not early_stop_allowed()
+        if tape.captured is not None:  # what the body's own calls assign is theirs to assign again
+            tape.captured = tape.captured.without(captured(tape.function))
         for record in tape.order:
             for output in record.outputs:
                 if output.kind is OutputKind.PLACEHOLDER:
@@ -469,7 +480,7 @@ def run_forward(frame: ForwardFrame, function: Any, args: Any, kwargs: Any) -> A
         try:
             observer = frame.observer
             if observer is not None:
-                with HostReads(observer.host_read, observer.mode_dependent), observer:
+                with HostReads(observer.host_read, observer.mode_dependent, observer.inner_backward), observer:
                     return function(*args, **kwargs)
             if frame.under_mode:
                 with SameOperations():

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["as_result"]
+__all__ = ["Seed", "as_result"]
 
 
 class _Next(threading.local):
@@ -23,13 +23,14 @@ class _Next(threading.local):
 _next = _Next()
 
 
-class _Seed(Tensor):
+class Seed(Tensor):
     """A tensor whose negation is whatever :func:`as_result` was given."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
-    def __new__(cls: type[_Seed]) -> _Seed:
+    def __new__(cls: type[Seed]) -> Seed:
+        """The one instance."""
         return Tensor._make_wrapper_subclass(cls, (), dtype=torch.float32, requires_grad=True)
 
     @classmethod
@@ -37,7 +38,7 @@ class _Seed(Tensor):
         return _next.tensor
 
 
-_seed = _Seed()
+_seed = Seed()
 _neg = torch._C._VariableFunctions.neg
 
 

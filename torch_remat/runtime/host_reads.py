@@ -1,4 +1,4 @@
-"""Reads of tensor data that bypass torch's dispatcher, seen in the observed call.
+"""Reads of tensor data that bypass torch's dispatcher, and backwards inside a body, seen in the observed call.
 
 ``tolist()``, ``numpy()`` and the like are calls of built-in methods, which Python reports to a profile function. A
 torch function mode would see them as well, and would make every compiled function in the body compile once more.
@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 __all__ = ["HostReads"]
@@ -20,6 +21,8 @@ __all__ = ["HostReads"]
 _PROTOCOLS = {  # by identity: code that Dynamo made holds constants that have no hash
     id(getattr(method, "__code__", None)) for method in (Tensor.__array__, Tensor.__dlpack__, Tensor.__reduce_ex__)
 } - {id(None)}
+
+_BACKWARDS = {id(function.__code__) for function in (torch.autograd.grad, torch.autograd.backward)}
 
 _READS = frozenset(("tolist", "numpy", "data_ptr", "untyped_storage", "__array__", "__dlpack__", "share_memory_"))
 
@@ -32,10 +35,17 @@ _MODE_DEPENDENT = frozenset(("ctc_loss",))
 class HostReads:
     """Context manager: ``on_read(tensor, method)`` for every such read in this thread.
 
-    ``on_mode_dependent()`` is called before functions that do something else under a dispatch mode.
+    ``on_mode_dependent()`` is called before functions that do something else under a dispatch mode,
+    ``on_backward(outputs, inputs, accumulates)`` before autograd runs.
     """
 
-    def __init__(self, on_read: Callable[[Tensor, str], None], on_mode_dependent: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        on_read: Callable[[Tensor, str], None],
+        on_mode_dependent: Callable[[], None],
+        on_backward: Callable[[Any, Any, bool], None],
+    ) -> None:
+        self._on_backward = on_backward
         self._on_read = on_read
         self._on_mode_dependent = on_mode_dependent
         self._active = False
@@ -56,6 +66,10 @@ class HostReads:
             self._on_mode_dependent()
         elif event == "call" and id(frame.f_code) in _PROTOCOLS:
             self._read(frame.f_locals.get("self"), str(frame.f_code.co_name), frame.f_back)
+        elif event == "call" and id(frame.f_code) in _BACKWARDS:
+            given = frame.f_locals
+            accumulates = "tensors" in given
+            self._on_backward(given["tensors" if accumulates else "outputs"], given["inputs"], accumulates)
 
     def _read(self, tensor: Any, method: str, reader: Any) -> None:
         # What this library and torch's own Python code look at is no read of the body's.

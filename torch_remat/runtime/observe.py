@@ -21,6 +21,8 @@ from torch_remat.errors import ModifiedError, RandomStateError, display_name
 from torch_remat.runtime import externals
 from torch_remat.runtime.body_graph import OP, BodyGraph
 from torch_remat.runtime.generators import HostRandom, covered, drawing, is_default, random_message
+from torch_remat.runtime.graft import Seed
+from torch_remat.runtime.inner_backward import check_inner_backward
 from torch_remat.runtime.placeholder import METADATA_ONLY, runs_without_data, user_line
 from torch_remat.runtime.plan import Plan
 from torch_remat.runtime.tape import Kept, Output, OutputKind, Region, Slot, Tape
@@ -147,9 +149,16 @@ class Observer(TorchDispatchMode):
         """A function is called that does something else under a dispatch mode: later calls have to run under one."""
         self.graph.under_mode = self.graph.under_mode or self._in_region is None
 
+    def inner_backward(self, outputs: Any, inputs: Any, accumulates: bool) -> None:
+        """Autograd is about to run inside the body."""
+        if self._in_region is None:
+            check_inner_backward(self._tape, outputs, inputs, accumulates=accumulates)
+
     # --- The dispatch mode
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if args and type(args[0]) is Seed:  # no operation of the body's: a replay that runs inside of it
+            return func(*args)
         self._operations += 1
         try:
             return self._operation(func, args, kwargs or {})

@@ -19,13 +19,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from torch_remat.errors import InvalidTypeError, display_name
 from torch_remat.runtime.hooks import HookPair
 from torch_remat.runtime.placeholder import can_stand_in, is_under_way, meta_of
 from torch_remat.runtime.plan import Step
 from torch_remat.runtime.region_saves import RegionSaves
-from torch_remat.runtime.tape import Output, OutputKind, Region, version_of
+from torch_remat.runtime.tape import Output, OutputKind, Region, gradient_of, plain_attributes, version_of
 from torch_remat.runtime.tensors import private_copies, private_copy
-from torch_remat.runtime.tree import LEAF, flatten, is_container
+from torch_remat.runtime.tree import LEAF, flatten, is_container, is_iterator
 from torch_remat.runtime.views import extent
 
 if TYPE_CHECKING:
@@ -87,6 +88,12 @@ class SaveOutputs:
         seen: dict[int, int] = {}
         for position, leaf in enumerate(leaves):
             if not isinstance(leaf, Tensor):
+                if is_iterator(leaf):
+                    raise InvalidTypeError(
+                        f"Region {display_name(self._frame.tape.name, record.name)} (recompute=False) returned a "
+                        f"{type(leaf).__name__}: forward would use it up, and replay, which does not run the region "
+                        f"again, find nothing in it.\nTo fix: return a list or a tuple."
+                    )
                 record.outputs.append(Output(OutputKind.OBJECT, leaf))
                 continue
             first = seen.setdefault(id(leaf), position)
@@ -106,6 +113,7 @@ class SaveOutputs:
         if step is None or position in step.keep or not can_stand_in(leaf):
             return self._kept(leaf, position)
         output = Output(OutputKind.PLACEHOLDER, (weakref.ref(leaf), version_of(leaf)), meta_of(leaf))
+        output.attributes = plain_attributes(leaf)
         if position in step.free:
             note_address(self.record, position, leaf)
             if self._saves is not None:
@@ -113,7 +121,8 @@ class SaveOutputs:
         return output
 
     def _kept(self, tensor: Tensor, position: int) -> Output:
-        output = Output(OutputKind.KEPT, None, tensor.requires_grad)
+        output = Output(OutputKind.KEPT, None, gradient_of(tensor))
+        output.attributes = plain_attributes(tensor)
         step = self._step
         if step is not None and position in step.clone:
             copy = self._copies.get(position)

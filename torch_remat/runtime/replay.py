@@ -16,10 +16,10 @@ import functools
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from torch_remat.errors import RandomStateError, RematError, display_name
 from torch_remat.runtime import externals, placeholder
+from torch_remat.runtime.captured import bound
 from torch_remat.runtime.compiled_code import pinned
 from torch_remat.runtime.dynamo import live
 from torch_remat.runtime.frame import current_frame, scopes
@@ -36,7 +36,7 @@ from torch_remat.runtime.placeholder import Origin
 from torch_remat.runtime.plan import registry
 from torch_remat.runtime.replay_frame import CheckedReplayFrame, ReplayFrame, Stop, identity, stand_in
 from torch_remat.runtime.rerun import plan_rerun
-from torch_remat.runtime.state import SameOperations, restored
+from torch_remat.runtime.state import SameOperations, restored, with_torch_functions
 from torch_remat.runtime.tape import OutputKind, Tape, version_of
 from torch_remat.runtime.tree import unflatten
 
@@ -61,7 +61,8 @@ def replay(tape: Tape, unfilled: int) -> None:
 
 def _replay(tape: Tape, unfilled: int) -> None:
     frame = (ReplayFrame if tape.check is None else CheckedReplayFrame)(tape, unfilled)
-    args, kwargs = _inputs(tape, frame)
+    with with_torch_functions(tape.ambient):
+        args, kwargs = _inputs(tape, frame)
     guard = GeneratorGuard()
     outer = [hook.snapshot() for hook in tape.hooks]
     try:
@@ -162,20 +163,24 @@ def _run(frame: ReplayFrame, tape: Tape, args: Any, kwargs: Any) -> None:
     outer = live.phase
     live.phase = frame.phase
     scope_token = scopes.set(tape.scopes)
+    function = tape.function if tape.captured is None else bound(tape.function, tape.captured)
     try:
         with restored(tape.ambient):
             push_hooks(frame.pack, identity)
             try:
                 if tape.under_mode and not torch._C._len_torch_dispatch_stack():
                     with SameOperations():
-                        tape.function(*args, **kwargs)
+                        function(*args, **kwargs)
                 else:
-                    tape.function(*args, **kwargs)
+                    function(*args, **kwargs)
             finally:
                 pop_hooks()
         frame.finished()
     except Stop:
         pass
+    except Exception:
+        if not frame.done:
+            raise
     finally:
         scopes.reset(scope_token)
         live.phase = outer
@@ -199,5 +204,6 @@ def _inputs(tape: Tape, frame: ReplayFrame) -> Any:
             leaves.append(leaves[output.data])
         else:
             leaves.append(frame.data(output, f"input {index}"))
-    frame.leaves.update((id(leaf), leaf) for leaf in leaves if isinstance(leaf, Tensor))
+        if output.attributes is not None:
+            leaves[-1].__dict__.update(output.attributes)
     return unflatten(tape.spec, leaves)

@@ -23,7 +23,7 @@ from torch_remat.runtime.graft import as_result
 from torch_remat.runtime.labels import profiling, wrapped
 from torch_remat.runtime.placeholder import Meta, Origin, is_placeholder
 from torch_remat.runtime.rerun import rerun
-from torch_remat.runtime.tape import Output, OutputKind, Packed, Region, Slot, Tape, version_of
+from torch_remat.runtime.tape import LEAF_GRADIENT, Output, OutputKind, Packed, Region, Slot, Tape, version_of
 from torch_remat.runtime.tensors import copied_as_one, laid_out, private_copy, together, views_like
 from torch_remat.runtime.tree import LEAF, flatten, unflatten
 from torch_remat.runtime.views import make
@@ -58,7 +58,6 @@ class ReplayFrame(Frame):
             and not tape.watch_draws
             and tape.fits
         )
-        self.leaves: dict[int, Tensor] = {}  # handed out: leaves here, for speed, that need not be leaves in forward
         self._copies: dict[int, Tensor] = {}  # of outputs that the body modifies in place, by identity
         self._unpacked: list[Packed] = []  # for the outputs of the region that is being skipped
         self.drew = False  # a watched replay has drawn random numbers
@@ -72,8 +71,6 @@ class ReplayFrame(Frame):
 
     def pack(self, tensor: Tensor) -> Any:
         """Pack hook of recomputed code in replay."""
-        if tensor.requires_grad and tensor.is_leaf and id(tensor) not in self.leaves:
-            return tensor
         position = self._position
         self._position = position + 1
         slots = self.tape.slots
@@ -83,8 +80,10 @@ class ReplayFrame(Frame):
             code = what_saves()
             if code is not self._codes[position]:
                 self._other_code(self._codes[position], code)
-        kept = tensor.detach() if tensor.requires_grad else tensor
         slot = slots[position]()
+        if slot is None and tensor.is_leaf:
+            return tensor
+        kept = tensor.detach() if tensor.requires_grad else tensor
         if slot is not None and slot.tensor is None:
             if slot.expected is not None and (tensor.shape, tensor.dtype, tensor.device) != slot.expected:
                 found = (tensor.shape, tensor.dtype, tensor.device)
@@ -166,7 +165,10 @@ class ReplayFrame(Frame):
         leaves: list[Any] = []
         for position, output in enumerate(record.outputs):
             made = again.get(position) if again else None
-            leaves.append(self._serve(record, position, output, arguments, leaves) if made is None else made)
+            leaf = self._serve(record, position, output, arguments, leaves) if made is None else made
+            if output.attributes is not None:
+                leaf.__dict__.update(output.attributes)
+            leaves.append(leaf)
         if self._unpacked:
             for packed in self._unpacked:
                 packed.ready = None
@@ -302,11 +304,7 @@ class ReplayFrame(Frame):
             tensor = tensor.detach()
         if not output.meta:
             return tensor
-        if output.cloned or output.shell or not self.tape.fits:
-            return as_result(tensor)  # the body modifies it in place, or nobody knows whether it does
-        tensor.requires_grad_()
-        self.leaves[id(tensor)] = tensor
-        return tensor
+        return tensor.requires_grad_() if output.meta == LEAF_GRADIENT else as_result(tensor)
 
     # --- Checkpoints inside this one
 
@@ -326,6 +324,11 @@ class ReplayFrame(Frame):
             hook.restore(state)
 
     # --- The end
+
+    @property
+    def done(self) -> bool:
+        """Replay has all that it came for, and the body goes on because it swallowed :class:`Stop`."""
+        return self._remaining == 0 and self._stops
 
     def finished(self) -> None:
         """The body has returned: everything must be filled (rule 3)."""

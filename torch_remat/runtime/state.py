@@ -6,8 +6,9 @@ carries with a :class:`RecomputeStateHook`. For random generators see ``generato
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -16,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_dispatch_stack_
 
 from torch_remat.runtime.dynamo import frames_compiled_by, set_frames_compiled_by
 
-__all__ = ["Ambient", "RecomputeStateHook", "restored"]
+__all__ = ["Ambient", "RecomputeStateHook", "restored", "with_torch_functions"]
 
 
 @runtime_checkable
@@ -39,9 +40,9 @@ class RecomputeStateHook(Protocol):
 
 
 class Ambient:
-    """Autocast, default dtype, torch function modes and who compiles, at a moment."""
+    """Autocast, default dtype, torch functions and their modes, and who compiles, at a moment."""
 
-    __slots__ = ("autocast", "compiled_by", "default_dtype", "modes")
+    __slots__ = ("autocast", "compiled_by", "default_dtype", "functions", "modes")
 
     def __init__(self) -> None:
         self.autocast: list[tuple[str, bool, torch.dtype]] | None = None  # None: off everywhere
@@ -49,6 +50,7 @@ class Ambient:
             self.autocast = _autocast()
         self.default_dtype = torch.get_default_dtype()
         self.compiled_by = None if _nothing_compiled() else frames_compiled_by()
+        self.functions = _functions()  # off in ``backward()`` of a tensor subclass, for one
         self.modes: list[Any] = []
         if torch._C._len_torch_function_stack():
             self.modes = _get_current_function_mode_stack()
@@ -56,6 +58,24 @@ class Ambient:
     def is_plain(self) -> bool:
         """No autocast and no modes."""
         return self.autocast is None and not self.modes
+
+
+_functions: Any = getattr(torch._C, "_get_torch_function_state", None) or bool
+_set_functions: Any = getattr(torch._C, "_set_torch_function_state", None)
+
+
+@contextlib.contextmanager
+def with_torch_functions(then: Ambient) -> Iterator[None]:
+    """Torch functions on or off as they were then."""
+    now = _functions()
+    if now == then.functions:
+        yield
+        return
+    _set_functions(then.functions)
+    try:
+        yield
+    finally:
+        _set_functions(now)
 
 
 def _nothing_compiled() -> bool:
@@ -126,6 +146,10 @@ class restored:  # noqa: N801 - used like a function
         if then.compiled_by is not compiled_by:
             undo.append(functools.partial(set_frames_compiled_by, compiled_by))
             set_frames_compiled_by(then.compiled_by)
+        functions = _functions()
+        if functions != then.functions:
+            undo.append(functools.partial(_set_functions, functions))
+            _set_functions(then.functions)
         if then.is_plain() and _is_plain_now(then.default_dtype):
             return
         now = Ambient()

@@ -23,10 +23,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from torch_remat.errors import InternalError
 
 __all__ = [
+    "LEAF_GRADIENT",
     "Kept",
     "Output",
     "OutputKind",
@@ -37,6 +39,8 @@ __all__ = [
     "Spans",
     "Tape",
     "WeakStorage",
+    "gradient_of",
+    "plain_attributes",
     "stride_of",
     "version_of",
     "version_probe",
@@ -49,6 +53,28 @@ def version_of(tensor: Tensor) -> int:
         return tensor._version
     except RuntimeError:
         return -1
+
+
+LEAF_GRADIENT = 2
+
+
+def gradient_of(tensor: Tensor) -> int:
+    """False, True, or ``LEAF_GRADIENT``: whether ``tensor`` requires a gradient, and as a leaf."""
+    return tensor.requires_grad and (LEAF_GRADIENT if tensor.is_leaf else True)
+
+
+_SIMPLE = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
+
+
+def plain_attributes(tensor: Tensor) -> dict[str, Any] | None:
+    """Simple values that user code has hung on ``tensor`` (``tensor.scale = 3.0``); None where there are none.
+
+    Objects are left out: one that leads to a tensor of the graph would keep that alive for ever.
+    """
+    attributes = tensor.__dict__
+    if not attributes or is_traceable_wrapper_subclass(tensor):
+        return None
+    return {name: value for name, value in attributes.items() if isinstance(value, _SIMPLE)} or None
 
 
 _no_dispatch = getattr(torch._C, "_DisableTorchDispatch", contextlib.nullcontext)
@@ -142,14 +168,27 @@ class OutputKind(enum.IntEnum):
 class Output:
     """One leaf of a SAVE region's output, or one input of the checkpoint."""
 
-    __slots__ = ("cloned", "data", "free", "kind", "meta", "pending", "shell", "stride", "unpack", "version")
+    __slots__ = (
+        "attributes",
+        "cloned",
+        "data",
+        "free",
+        "kind",
+        "meta",
+        "pending",
+        "shell",
+        "stride",
+        "unpack",
+        "version",
+    )
 
     def __init__(self, kind: OutputKind, data: Any = None, meta: Any = None) -> None:
         self.kind = kind
         self.data = (
             data  # OBJECT: the object; KEPT: tensor or payload; ARGUMENT*: index; REPEAT: index of the first leaf
         )
-        self.meta = meta  # metadata for a placeholder; requires_grad for KEPT; geometry for ARGUMENT_VIEW
+        self.meta = meta  # metadata for a placeholder; gradient_of(tensor) for KEPT; geometry for ARGUMENT_VIEW
+        self.attributes: dict[str, Any] | None = None  # what user code has hung on the tensor
         self.unpack: Callable[[Any], Any] | None = None  # set where a hook packed the data
         self.version: Any = None  # of the tensor; with a version probe where a hook packed the data
         self.cloned = False  # data is a private copy, because the body modifies the output in place
@@ -229,6 +268,7 @@ class Tape:
     __slots__ = (
         "__weakref__",
         "ambient",
+        "captured",
         "check",
         "codes",
         "complete",
@@ -261,6 +301,7 @@ class Tape:
     def __init__(self, name: str | None, function: Callable[..., Any]) -> None:
         self.name = name
         self.function = function
+        self.captured: Any = None  # what the function's variables held; see captured.py
         self.spec: Any = None  # of (args, kwargs)
         self.inputs: list[Output] = []  # leaves of the arguments
         self.slots: list[weakref.ref[Slot]] = []
@@ -296,6 +337,7 @@ class Tape:
         """Drop everything that only a further replay would need."""
         self.released = True
         self.function = _released
+        self.captured = None
         self.spec = None
         self.inputs = []
         self.regions = {}
