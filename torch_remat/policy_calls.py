@@ -144,7 +144,7 @@ class CheckpointForward(_Attached):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run ``forward`` of the module as a checkpoint."""
         if tracing():
-            hooks = self._state_hooks() if self._hooks is None else self._hooks  # kept for nobody: tracing is no call
+            hooks = self._state_hooks()  # not those of eager calls: some have nothing to do in a graph
             name = unguarded("self", "name") or self.name
             checkpointed = checkpoint(region_name=name, recompute_state_hooks=hooks, **self.options)
             return checkpointed(self._function())(*args, **kwargs)

@@ -136,6 +136,18 @@ def with_remat(config: Any, options: RematOptions) -> Any:
     return config
 
 
+def check_compiled(config: Any) -> Any:
+    """A trainer's `config`, unchanged.
+
+    Raises:
+        ValueError: it compiles the model, and has options of ours that blocks which are compiled whole cannot keep.
+    """
+    ours, compiled = config.activation_checkpoint, config.compile
+    if isinstance(ours, RematAC.Config) and compiled.enable and "model" in compiled.components:
+        RematOptions.collect(ours).check_compiled()
+    return config
+
+
 @dataclass(frozen=True)
 class _Before:
     """`parallelize_fn` of a model whose code does not ask the chosen policy."""

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import torch_remat as remat
+from torch_remat.runtime.dynamo import keep_dynamo_out
 from torch_remat_titan.options import LayerOverride, RematOptions
 from torch_remat_titan.presets import blocks_matching, saved_by
 
@@ -101,6 +102,8 @@ class _StateHooks:
         self._options = options
 
     def __call__(self, block: nn.Module) -> list[Any]:
+        if torch.compiler.is_dynamo_compiling():
+            return self._options.hooks()(block)  # a graph changes a buffer once: the compiler repeats no write to it
         owners = [module for module in block.modules() if any(name in module._buffers for name in _COUNTERS)]
         counters = [_Counters(owners)] if owners else []
         return [*self._options.hooks()(block), *counters]
@@ -129,3 +132,6 @@ class _Counters:
             with torch.no_grad():
                 for buffer, value in zip(self._buffers(), state, strict=True):
                     buffer.copy_(value)
+
+
+keep_dynamo_out(__name__)  # state hooks are called beside compiled parts of a block too, and are none of them

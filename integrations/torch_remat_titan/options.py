@@ -67,6 +67,21 @@ class RematOptions:
         given.update({name: _several(value) for name, value in values.items() if name in SEVERAL})
         return cls(**given)
 
+    def check_compiled(self) -> None:
+        """Raise `ValueError` for what a block that is compiled whole cannot do: there is no replay of Python code."""
+        if self.determinism_check == "bitwise":
+            raise ValueError(
+                "activation_checkpoint.determinism_check is bitwise, and compile.enable compiles whole blocks: the "
+                "compiler repeats operations, nothing is at hand to compare.\n"
+                "To fix: leave determinism_check out, or check a short run without compile.enable."
+            )
+        if self.state_hooks:
+            raise ValueError(
+                "activation_checkpoint.state_hooks is given, and compile.enable compiles whole blocks: the compiler "
+                "repeats operations and no Python code.\n"
+                "To fix: leave state_hooks out (random numbers need no hook in a compiled block), or compile.enable."
+            )
+
     def hooks(self) -> Callable[[Any], list[Any]]:
         """A function that makes the state hooks of a block."""
         named = [_named(spec) for spec in self.state_hooks]

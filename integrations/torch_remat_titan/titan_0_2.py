@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from torch_remat.policy_calls import CheckpointForward, RegionCall
 from torch_remat_titan.apply import apply_options, check_options, print_regions_and_exit
 from torch_remat_titan.memory_dashboard import watch_trainers
 from torch_remat_titan.options import MODE, RematOptions
@@ -75,7 +76,10 @@ class _Parallelize:
         report = apply_options(model, options, parallel)
         _logger().info("Applied activation checkpointing by torch_remat\n%s", report)
         with _switched_off(section):
-            return self.host(model, parallel_dims, job_config)
+            model = self.host(model, parallel_dims, job_config)
+        if job_config.compile.enable:
+            _fit_compiled_blocks(model, options, job_config.compile.backend)
+        return model
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,6 +117,34 @@ def _refuse_dual_pipe(job_config: Any, parallel_dims: Any) -> None:
     """The host refuses checkpointing together with DualPipeV and expert parallelism; it sees our mode here."""
     host: Any = importlib.import_module("torchtitan.distributed.dual_pipe_v")
     host.get_dual_pipe_v_flag(job_config, parallel_dims)
+
+
+def _fit_compiled_blocks(model: nn.Module, options: RematOptions, backend: str) -> None:
+    """Let what the host has compiled keep the policy.
+
+    The host compiles a block whole, around its checkpoint, except where the block has experts: there it compiles each
+    part by itself into one graph, and the checkpoint around the parts runs eagerly. No SAVE region can leave such a
+    graph, so a part that has one in it may break its graph there.
+    """
+    from torch._dynamo import OptimizedModule
+
+    for module in list(model.modules()):
+        if isinstance(module, OptimizedModule) and _is_checkpoint(module._orig_mod):
+            options.check_compiled()
+        elif _is_checkpoint(module):
+            for parent in list(module.modules()):
+                for name, part in list(parent.named_children()):
+                    if isinstance(part, OptimizedModule) and any(map(_is_save_region, part.modules())):
+                        setattr(parent, name, torch.compile(part._orig_mod, backend=backend))
+
+
+def _is_checkpoint(module: Any) -> bool:
+    return isinstance(vars(module).get("forward"), CheckpointForward)
+
+
+def _is_save_region(module: nn.Module) -> bool:
+    call = vars(module).get("_call_impl")
+    return isinstance(call, RegionCall) and not call.recompute
 
 
 @contextmanager

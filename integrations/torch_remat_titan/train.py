@@ -61,10 +61,12 @@ def _run_0_3() -> None:
     sys.argv[1:] = arguments
 
     host: Any = importlib.import_module("torchtitan.train")
-    from torch_remat_titan.activation_checkpoint import with_remat
+    from torch_remat_titan.activation_checkpoint import check_compiled, with_remat
 
-    if options is not None:
-        host.ConfigManager = _changed(host.ConfigManager, lambda config: with_remat(config, options))
+    def changed(config: Any) -> Any:
+        return check_compiled(config if options is None else with_remat(config, options))
+
+    host.ConfigManager = _changed(host.ConfigManager, changed)
     write_rows_if_asked()
     host.main()
 
