@@ -10,6 +10,7 @@ Storages are identified by weak references, so the graph keeps no memory alive.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from typing import Any, NamedTuple
 
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from torch_remat.errors import ModifiedError, display_name
 from torch_remat.runtime import externals
+from torch_remat.runtime.handed_on import Reading
 from torch_remat.runtime.plan import Plan, Step
 from torch_remat.runtime.tape import OutputKind, Region, Slot, Tape, WeakStorage
 from torch_remat.runtime.tensors import fills_its_memory, storage_keys, storages_of
@@ -65,6 +67,12 @@ def _number() -> int:
     return _NO_END if _sequence_nr is None else _sequence_nr()
 
 
+def _is_among(wanted: set[int], reached: set[int], tensor: Tensor) -> bool:
+    keys = wanted.intersection(storage_keys(tensor))
+    reached.update(keys)
+    return bool(keys)
+
+
 def _keys_in(slot: Slot) -> list[int]:
     return [] if slot.tensor is None else storage_keys(slot.tensor)
 
@@ -89,10 +97,15 @@ class BodyGraph:
         self.own_generators = False
         self.under_mode = False
         self.readers: dict[int, str] = {}  # source -> who reads it first, once there is a plan
+        self.handed_on: list[int] = []  # storages that SAVE regions made and did not return, and that replay reads
+        self.out_of_reach = False  # to one of them no path leads
         self._events: list[_Event] = []
         self._aliases: list[_Alias] = []
         self._spans: list[tuple[int, int]] = []  # autograd sequence numbers of SAVE regions
         self._weak: dict[int, WeakStorage] = {}
+        self._updated: dict[int, tuple[int, str]] = {}  # from outside -> nodes before a SAVE region modified it, region
+        self._made: dict[int, str] = {}  # storage -> the SAVE region in which it was made
+        self._read_at: dict[int, tuple[int, int]] = {}  # of those: saves and region calls before recomputed code read
 
     # --- Recording
 
@@ -115,7 +128,21 @@ class BodyGraph:
         node = self.writer.get(key)
         if node is None:
             node = self.writer[key] = self.add(EXTERNAL, (), key)
+            if key in self._made:
+                self._read_at[key] = (len(self.tape.slots), len(self.tape.order))
         return node
+
+    def made(self, tensor: Tensor, region: str) -> None:
+        """An operation inside a SAVE region made the memory of ``tensor``."""
+        for storage in storages_of(tensor):
+            key = storage._cdata
+            self._made[key] = region
+            if key not in self._weak:
+                self._weak[key] = WeakStorage(storage)
+
+    def was_made(self, key: int) -> bool:
+        """Whether a SAVE region made the storage, this one or one before."""
+        return key in self._made
 
     def sources(self, keys: list[int]) -> tuple[int, ...]:
         """The last writers of several, each once."""
@@ -124,7 +151,10 @@ class BodyGraph:
     def saved(self, slot: weakref.ref[Slot], tensor: Tensor, position: int) -> None:
         """Backward needs ``tensor`` in ``slot``, at ``position`` of the nodes."""
         for key in storage_keys(tensor) or (None,):
-            node = None if key is None else self.writer.get(key)
+            if key in self._made and key not in self.writer:
+                self.source(key)
+                self._read_at[key] = (len(self.tape.slots) - 1, len(self.tape.order))
+            node = None if key is None else self.source(key)
             self._events.append(_Event(slot, node, position, key, _number()))
 
     def is_saved(self, key: int) -> bool:
@@ -177,9 +207,12 @@ class BodyGraph:
             self.writes.append((node, key))
 
     def stale(self, key: int, region: str) -> None:
-        """A SAVE region has modified a storage that it captured."""
-        if self.nodes[self.writer[key]].kind != EXTERNAL:
-            self.writer[key] = self.add(STALE, (self.writer[key],), region)
+        """A SAVE region has modified a storage that it captured; replay reads one from outside as it is left."""
+        before = self.writer[key]
+        if self.nodes[before].kind != EXTERNAL:
+            self.writer[key] = self.add(STALE, (before,), region)
+        else:
+            self._updated.setdefault(before, (len(self.nodes), region))
 
     def returned(self, region: int, position: int, leaf: Tensor, *, persisted: bool) -> None:
         """A SAVE region has returned ``leaf``; ``persisted`` if only the tape could give it back."""
@@ -247,14 +280,19 @@ class BodyGraph:
         )
         wanted = {self.nodes[node].detail for node in needed if self.nodes[node].kind == EXTERNAL}
         wanted -= set(self.external_writes)  # a counter of the body's own changes with every call
-        found = (
-            externals.find(function, lambda tensor: any(key in wanted for key in storage_keys(tensor)))
-            if wanted
-            else ()
-        )
+        found: tuple[externals.Holder, ...] = ()
+        reached: set[int] = set()
+        if wanted:
+            found = externals.find(externals.root_of(self.tape), functools.partial(_is_among, wanted, reached))
+        self.handed_on = [key for key in wanted if key in self._read_at]
+        self.out_of_reach = not reached.issuperset(self.handed_on)
         slots = len(self.tape.slots)
         random, own = self.random, self.own_generators
         return Plan(steps, slots, frozenset(inputs), to_end, random, own, found, self.under_mode)
+
+    def readings(self) -> list[Reading]:
+        """What replay has to read because a SAVE region handed it on beside its outputs."""
+        return [Reading(key, self._weak[key], self._made[key], *self._read_at[key]) for key in self.handed_on]
 
     def check_replay(self, slots: list[Slot], changed: list[tuple[str, Any]]) -> None:
         """Refuse what the replay just observed has read and should not have: what is no longer as forward left it.
@@ -416,6 +454,13 @@ class BodyGraph:
                 )
         if self.tape.hooks:
             return  # the user carries state; what is modified outside the body is theirs to restore
+        for source, (count, region) in self._updated.items():
+            if any(node < count and source in self.nodes[node].reads for node in needed):
+                raise ModifiedError(
+                    f"Region {display_name(self.tape.name, region)} (recompute=False) modifies in place a tensor from "
+                    f"outside that recomputed code has read before; replay would read it as the region left it.\n"
+                    f"To fix: read it after the region, or mark the region recompute=True."
+                )
         for key, (tensor, version, where) in self.external_writes.items():
             writers = {node for node, written in self.writes if written == key}
             states = {*writers, *(node for node in values if self.nodes[node] == (EXTERNAL, (), key))}

@@ -1,14 +1,19 @@
-"""Parameters, buffers and captured tensors that a body reads: found once, by path, on the callable itself.
+"""Parameters, buffers and other tensors from outside that a body reads: found once, by path, and looked at there later.
 
 The first observed call gives the storages that replay reads and that the body did not make. :func:`find` says where
-each is found from the body's callable; :func:`locate` finds the tensors of a later call there, so that their version
-counters can be compared between forward and replay. What no path leads to (a tensor in a global list, say) is not
-watched unless it is saved.
+each is found from the body's callable or from the objects among its arguments (a module, a namespace, a set);
+:func:`locate` finds the tensors of a later call there, so that their version counters can be compared between forward
+and replay. What no path leads to (a tensor in a list of another file, say) is not watched unless it is saved.
+
+A tensor that is found in several places is watched in each: the body may look at any of them. A parameter is watched in
+one, since it may be replaced.
 """
 
 from __future__ import annotations
 
+import collections
 import functools
+import operator
 import types
 import weakref
 from collections.abc import Callable, Iterator
@@ -18,11 +23,34 @@ import torch
 from torch import Tensor
 
 from torch_remat.errors import ModifiedError, display_name
+from torch_remat.runtime.tape import OutputKind, Tape
+from torch_remat.runtime.tree import Static
 
-__all__ = ["Holder", "Seen", "changed", "find", "locate"]
+__all__ = ["Holder", "Root", "Seen", "changed", "find", "locate", "root_of"]
 
-Getter = Callable[[Any], Any]
 _PLAIN = (Tensor, torch.nn.Parameter)
+_DEPTH = 3
+
+
+class Root:
+    """Where all paths of one call start: the callable, and its arguments, None in place of tensors.
+
+    Replay puts the callable here that it runs, whose variables hold what they held in forward.
+    """
+
+    __slots__ = ("arguments", "function")
+
+    def __init__(self, function: Any, arguments: list[Any]) -> None:
+        self.function = function
+        self.arguments = arguments
+
+
+Getter = Callable[[Root], Any]
+
+
+def root_of(tape: Tape) -> Root:
+    """The root of the call that ``tape`` is of. It holds no more than the tape does."""
+    return Root(tape.function, [one.data if one.kind is OutputKind.OBJECT else None for one in tape.inputs])
 
 
 class Entry(NamedTuple):
@@ -35,25 +63,26 @@ class Entry(NamedTuple):
 
 
 class Holder(NamedTuple):
-    """A tensor (no entries) or module that is reachable from a callable."""
+    """A tensor (no entries) or module that is reachable from a root."""
 
     name: str
     getter: Getter
     entries: tuple[Entry, ...]
 
 
-def find(function: Any, wanted: Callable[[Tensor], bool]) -> tuple[Holder, ...]:
-    """Where the tensors are for which ``wanted`` holds, as seen from ``function``; each once."""
-    seen: set[int] = set()
+def find(root: Root, wanted: Callable[[Tensor], bool]) -> tuple[Holder, ...]:
+    """Where the tensors are for which ``wanted`` holds, as seen from ``root``."""
+    taken: set[int] = set()
 
     def take(tensor: Tensor | None) -> bool:
-        if tensor is None or id(tensor) in seen or not wanted(tensor):
+        if tensor is None or id(tensor) in taken or not wanted(tensor):
             return False
-        seen.add(id(tensor))
+        if isinstance(tensor, torch.nn.Parameter):
+            taken.add(id(tensor))
         return True
 
     found = []
-    for name, value, getter in _reachable(function, "", _itself, 3, set()):
+    for name, value, getter in _search(root):
         if isinstance(value, Tensor):
             if take(value):
                 found.append(Holder(name, getter, ()))
@@ -76,17 +105,20 @@ def changed(checkpoint: str | None, name: str) -> ModifiedError:
 class Seen:
     """The external tensors of one call that one holder led to, and their version counters then."""
 
-    __slots__ = ("places", "tensors", "versions")
+    __slots__ = ("_tensors", "places", "versions")
 
     def __init__(self, places: list[Place], tensors: list[Tensor]) -> None:
         self.places = places
-        self.tensors = tensors
         self.versions = [tensor._version for tensor in tensors]
+        self._tensors: list[Any] = tensors
+
+    def _then(self) -> list[Any]:
+        return self._tensors
 
     def changed(self) -> str | None:
         """The name of one that was modified or replaced since; None when all are as they were."""
-        if [tensor._version for tensor in self.tensors] == self.versions:
-            for place, tensor in zip(self.places, self.tensors, strict=True):
+        if [tensor._version for tensor in self._tensors] == self.versions:
+            for place, tensor in zip(self.places, self._tensors, strict=True):
                 if place.now() is not tensor:
                     break
             else:
@@ -95,16 +127,33 @@ class Seen:
 
     def all_changed(self) -> Iterator[tuple[str, Any]]:
         """Names of those that were modified or replaced since, and what is there now."""
-        if [tensor._version for tensor in self.tensors] != self.versions:
-            for place, tensor, version in zip(self.places, self.tensors, self.versions, strict=True):
-                if tensor._version != version:
-                    yield place.name, tensor
-        for place, tensor in zip(self.places, self.tensors, strict=True):
+        for place, tensor, version in zip(self.places, self._then(), self.versions, strict=True):
             now = place.now()
-            if now is not tensor and not (
+            if tensor is None:
+                yield place.name, now
+            elif tensor._version != version:
+                yield place.name, tensor
+            elif now is not tensor and not (
                 place.is_parameter and (type(now) not in _PLAIN or type(tensor) not in _PLAIN)
             ):
                 yield place.name, now
+
+
+class SeenInGraph(Seen):
+    """With a tensor among them that has a graph of its own: held strongly on the tape it could be a cycle."""
+
+    __slots__ = ()
+
+    def __init__(self, places: list[Place], tensors: list[Tensor]) -> None:
+        super().__init__(places, tensors)
+        self._tensors = [weakref.ref(tensor) for tensor in tensors]
+
+    def changed(self) -> str | None:
+        """As for others."""
+        return next((name for name, _ in self.all_changed()), None)
+
+    def _then(self) -> list[Any]:
+        return [reference() for reference in self._tensors]
 
 
 class Place(NamedTuple):
@@ -118,27 +167,32 @@ class Place(NamedTuple):
     is_parameter: bool
 
 
-def locate(function: Any, holders: tuple[Holder, ...]) -> list[Seen]:
-    """What ``holders`` lead to on ``function``, as far as it is there."""
+def locate(root: Root, holders: tuple[Holder, ...]) -> list[Seen]:
+    """What ``holders`` lead to from ``root``, as far as it is there."""
     found: list[Seen] = []
     for holder in holders:
         try:
-            value = holder.getter(function)
+            value = holder.getter(root)
             if not holder.entries:
-                places = [Place(holder.name, functools.partial(_now, holder.getter, function), False)]
-                found.append(Seen(places, [value]))
+                places = [Place(holder.name, functools.partial(_now, holder.getter, root), False)]
+                tensors = [value]
             else:
                 places = _places(value, holder.entries)
-                found.append(Seen(places, [place.now() for place in places]))
-        except (AttributeError, KeyError, IndexError, TypeError, ValueError, RuntimeError):
+                tensors = [place.now() for place in places]
+            in_graph = not all(tensor.is_leaf for tensor in tensors)
+            found.append((SeenInGraph if in_graph else Seen)(places, tensors))
+        except _ABSENT:
             continue  # another object of the same code is built differently, or holds an inference tensor
     return found
 
 
-def _now(getter: Getter, function: Any) -> Any:
+_ABSENT = (AttributeError, KeyError, IndexError, TypeError, ValueError, RuntimeError)
+
+
+def _now(getter: Getter, root: Root) -> Any:
     try:
-        return getter(function)
-    except (AttributeError, KeyError, IndexError, TypeError, ValueError):
+        return getter(root)
+    except _ABSENT:
         return None
 
 
@@ -162,73 +216,177 @@ def _places(module: torch.nn.Module, entries: tuple[Entry, ...]) -> list[Place]:
 
 
 def _module_entries(name: str, module: torch.nn.Module) -> Iterator[tuple[Entry, Tensor | None]]:
-    prefix = f"{name}." if name else ""
     for path, one in module.named_modules():
         for kind in ("_parameters", "_buffers"):
             for key, tensor in getattr(one, kind).items():
-                full = f"{prefix}{path}.{key}" if path else f"{prefix}{key}"
-                yield Entry(full, tuple(path.split(".")) if path else (), kind, key), tensor
+                yield Entry(_joined(name, path, key), tuple(path.split(".")) if path else (), kind, key), tensor
 
 
-def _itself(value: Any) -> Any:
-    return value
+def _joined(*names: str) -> str:
+    return ".".join([name for name in names if name])
 
 
-def _reachable(value: Any, name: str, getter: Getter, depth: int, seen: set[int]) -> Iterator[tuple[str, Any, Getter]]:
+# --- The search: what a value leads to, with a name for people and a getter for later calls
+
+Found = Iterator[tuple[str, Any, Getter]]
+Step = Callable[[Getter], Getter]
+_MANY = 64  # larger containers are not searched
+_NO_TENSORS = frozenset(
+    {int, float, bool, str, bytes, complex, type(None), type, types.ModuleType, torch.Size, torch.dtype, torch.device}
+)
+_ENTRIES = frozenset({"_parameters", "_buffers", "_modules"})
+
+
+def _search(root: Root) -> Found:
+    """Tensors and modules that a call leads to."""
+    seen: dict[int, int] = {}
+    yield from _reachable(root.function, "", operator.attrgetter("function"), _DEPTH, seen)
+    for index, argument in enumerate(root.arguments):
+        if type(argument) not in _NO_TENSORS:
+            getter = functools.partial(_argument, index)
+            yield from _reachable(argument, f"input {index}", getter, _DEPTH, seen)
+
+
+def _reachable(value: Any, name: str, getter: Getter, depth: int, seen: dict[int, int]) -> Found:
     """Tensors and modules that ``value`` is, is bound to, has captured or holds."""
-    if isinstance(value, (Tensor, torch.nn.Module)):
+    if isinstance(value, Tensor):
         yield name, value, getter
         return
-    if depth == 0:
+    is_module = isinstance(value, torch.nn.Module)
+    if type(value) in _NO_TENSORS or seen.get(id(value), 0) >= (1 if is_module else max(depth, 1)):
         return
+    if is_module:
+        yield name, value, getter
+        yield from _module_attributes(value, name, getter, seen)
+    elif depth > 0:
+        seen[id(value)] = depth
+        for label, item, step in _inside(value, name):
+            yield from _reachable(item, label, step(getter), depth - 1, seen)
+        if isinstance(value, types.FunctionType):
+            for variable, content in _globals(value):
+                at = functools.partial(_global, getter, variable)
+                yield from _reachable(
+                    content, variable, at, depth - 1 if isinstance(content, types.FunctionType) else 1, seen
+                )
+
+
+def _module_attributes(module: torch.nn.Module, name: str, getter: Getter, seen: dict[int, int]) -> Found:
+    """What the modules below ``module`` hold besides parameters and buffers, and what their code finds by itself."""
+    for path, one in module.named_modules():
+        if id(one) in seen:
+            continue
+        seen[id(one)] = 1
+        owner = functools.partial(_submodule, getter, tuple(path.split(".")) if path else ())
+        for key, item in vars(one).items():
+            if key not in _ENTRIES:
+                at = functools.partial(_attribute, owner, key)
+                yield from _reachable(item, _joined(name, path, key), at, _DEPTH - 1, seen)
+        code = functools.partial(_attribute, functools.partial(_type, owner), "forward")
+        yield from _reachable(type(one).forward, _joined(name, path), code, _DEPTH - 1, seen)
+
+
+def _inside(value: Any, name: str) -> Iterator[tuple[str, Any, Step]]:
+    """The values in ``value``: name, value, how to get there from ``value``."""
     if isinstance(value, types.MethodType):
-        yield from _reachable(value.__self__, name, functools.partial(_attribute, getter, "__self__"), depth - 1, seen)
+        for part in ("__self__", "__func__"):
+            yield name, getattr(value, part), _step(_attribute, part)
     elif isinstance(value, functools.partial):
-        yield from _reachable(value.func, name, functools.partial(_attribute, getter, "func"), depth - 1, seen)
-        yield from _reachable(value.args, name, functools.partial(_attribute, getter, "args"), depth - 1, seen)
+        for part in ("func", "args", "keywords"):
+            yield name, getattr(value, part), _step(_attribute, part)
     elif isinstance(value, types.FunctionType):
-        if id(value) in seen:
-            return  # functions call each other
-        seen.add(id(value))
-        for index, cell in enumerate(value.__closure__ or ()):
-            try:
-                content = cell.cell_contents
-            except ValueError:
-                continue
-            variable = value.__code__.co_freevars[index]
-            yield from _reachable(content, variable, functools.partial(_cell, getter, index), depth - 1, seen)
-        for variable in value.__code__.co_names:
-            if variable in value.__globals__:
-                content = value.__globals__[variable]
-                if not isinstance(content, (types.ModuleType, type)):
-                    deep = depth - 1 if isinstance(content, types.FunctionType) else 1
-                    yield from _reachable(content, variable, functools.partial(_global, getter, variable), deep, seen)
-    elif isinstance(value, (list, tuple)) and len(value) <= _MANY:
-        for index, item in enumerate(value):
-            yield from _reachable(item, f"{name}[{index}]", functools.partial(_item, getter, index), depth - 1, seen)
-    elif isinstance(value, dict) and len(value) <= _MANY:
-        for key, item in value.items():
-            yield from _reachable(item, f"{name}[{key!r}]", functools.partial(_item, getter, key), depth - 1, seen)
-    elif isinstance(vars_of := getattr(value, "__dict__", None), dict) and len(vars_of) <= _MANY:
-        for key, item in vars_of.items():
-            full = f"{name}.{key}" if name else key
-            yield from _reachable(item, full, functools.partial(_attribute, getter, key), depth - 1, seen)
+        yield from _in_function(value, name)
+    elif isinstance(value, Static):
+        for index, item in enumerate(value.leaves[:_MANY]):
+            yield f"{name}[{index}]", item, _step(_leaf, index)
+    elif isinstance(value, dict):
+        if len(value) <= _MANY:
+            for key, item in value.items():
+                yield f"{name}[{key!r}]", item, _step(_item, key)
+    elif isinstance(value, (list, tuple, collections.deque)):
+        if len(value) <= _MANY:
+            for index, item in enumerate(value):
+                yield f"{name}[{index}]", item, _step(_item, index)
+    elif isinstance(value, (set, frozenset)):
+        if len(value) <= _MANY:
+            for index, item in enumerate(value):
+                yield f"an item of {name}", item, _step(_member, index)
+    else:
+        held = getattr(value, "__dict__", None)
+        names = list(held) if isinstance(held, dict) else []
+        names += [slot for kind in type(value).__mro__ for slot in _slots(kind) if hasattr(value, slot)]
+        if len(names) <= _MANY:
+            for key in names:
+                yield _joined(name, key), getattr(value, key, None), _step(_attribute, key)
 
 
-_MANY = 64  # larger containers are not searched
+def _in_function(function: types.FunctionType, name: str) -> Iterator[tuple[str, Any, Step]]:
+    for index, cell in enumerate(function.__closure__ or ()):
+        try:
+            content = cell.cell_contents
+        except ValueError:
+            continue
+        yield function.__code__.co_freevars[index], content, _step(_cell, index)
+    for part in ("__defaults__", "__kwdefaults__"):
+        yield _joined(name, part), getattr(function, part), _step(_attribute, part)
 
 
-def _attribute(getter: Getter, name: str, function: Any) -> Any:
-    return getattr(getter(function), name)
+def _globals(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
+    for variable in function.__code__.co_names:
+        content = function.__globals__.get(variable)
+        if not isinstance(content, type):
+            yield variable, content
 
 
-def _item(getter: Getter, key: Any, function: Any) -> Any:
-    return getter(function)[key]
+def _slots(kind: type) -> tuple[str, ...]:
+    slots = vars(kind).get("__slots__", ())
+    names = (slots,) if isinstance(slots, str) else tuple(slots)
+    return tuple([name for name in names if not name.startswith("__")])
 
 
-def _cell(getter: Getter, index: int, function: Any) -> Any:
-    return getter(function).__closure__[index].cell_contents
+# --- Getters: each takes what came before it, and a root
 
 
-def _global(getter: Getter, variable: str, function: Any) -> Any:
-    return getter(function).__globals__[variable]
+def _step(getting: Callable[..., Any], key: Any) -> Step:
+    return lambda getter: functools.partial(getting, getter, key)
+
+
+def _argument(index: int, root: Root) -> Any:
+    return root.arguments[index]
+
+
+def _attribute(getter: Getter, name: str, root: Root) -> Any:
+    return getattr(getter(root), name)
+
+
+def _type(getter: Getter, root: Root) -> Any:
+    return type(getter(root))
+
+
+def _submodule(getter: Getter, path: tuple[str, ...], root: Root) -> Any:
+    owner = getter(root)
+    for part in path:
+        owner = owner._modules[part]
+    return owner
+
+
+def _item(getter: Getter, key: Any, root: Root) -> Any:
+    value = getter(root)
+    if isinstance(value, dict) and key not in value:
+        raise KeyError(key)  # a defaultdict must not grow
+    return value[key]
+
+
+def _leaf(getter: Getter, index: int, root: Root) -> Any:
+    return getter(root).leaves[index]
+
+
+def _member(getter: Getter, index: int, root: Root) -> Any:
+    return list(getter(root))[index]
+
+
+def _cell(getter: Getter, index: int, root: Root) -> Any:
+    return getter(root).__closure__[index].cell_contents
+
+
+def _global(getter: Getter, variable: str, root: Root) -> Any:
+    return getter(root).__globals__[variable]

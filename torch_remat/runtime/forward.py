@@ -30,6 +30,7 @@ from torch_remat.runtime.compiled_code import compiles, what_saves
 from torch_remat.runtime.dynamo import eager_only, live
 from torch_remat.runtime.frame import Frame, current_frame, scopes
 from torch_remat.runtime.generators import random_message
+from torch_remat.runtime.handed_on import HandedOn
 from torch_remat.runtime.hooks import (
     HookPair,
     SavedTensorKind,
@@ -234,7 +235,8 @@ class ForwardFrame(Frame):
         if hooked and not theirs:
             saves = RegionSaves(self, record, step, pair, arguments, versions)
         if self.tape.reruns is not None:
-            record.outside = externals.locate(function, externals.find(function, lambda tensor: True))
+            root = externals.Root(function, [])
+            record.outside = externals.locate(root, externals.find(root, lambda tensor: True))
         if observer is not None:
             observer.enter_region(record)
         elif step is None:
@@ -375,11 +377,13 @@ class ForwardFrame(Frame):
             tape.watch_draws = plan.own_generators or self.known.suspect
             self.known.suspect = False
             if plan.externals:
-                tape.externals = externals.locate(tape.function, plan.externals)
+                tape.root = externals.root_of(tape)
+                tape.externals = externals.locate(tape.root, plan.externals)
         else:
             tape.to_end = True
             # Nobody has looked at this path; replay will, and then has to know what is as it was.
-            tape.externals = externals.locate(tape.function, externals.find(tape.function, lambda tensor: True))
+            tape.root = externals.root_of(tape)
+            tape.externals = externals.locate(tape.root, externals.find(tape.root, lambda tensor: True))
         tape.to_end = tape.to_end or not early_stop_allowed()
         if tape.captured is not None:  # what the body's own calls assign is theirs to assign again
             tape.captured = tape.captured.without(captured(tape.function))
@@ -402,7 +406,14 @@ class ForwardFrame(Frame):
             plan = self.observer.plan(tape.function, outputs, early_stop_allowed())
             for record, step in zip(tape.order, plan.steps, strict=True):
                 self._drop_unneeded(record, step)
-            self.known.learn(plan)
+            readings = self.observer.graph.readings()
+            if readings:
+                out_of_reach = self.observer.graph.out_of_reach
+                if out_of_reach:
+                    self.known.stay_observed()
+                tape.handed_on = HandedOn(readings, self.known, None if out_of_reach else plan)
+            else:
+                self.known.learn(plan)
             if events.body_learned.listeners:
                 events.body_learned(tape, plan)
             return plan

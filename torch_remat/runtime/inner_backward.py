@@ -91,4 +91,4 @@ def _was_there(tape: Tape, leaf: Tensor) -> bool:
     """Whether a leaf is a parameter, an argument, or captured: the body did not make it."""
     if isinstance(leaf, torch.nn.Parameter) or any(output.data is leaf for output in tape.inputs):
         return True
-    return bool(externals.find(tape.function, lambda tensor: tensor is leaf))
+    return bool(externals.find(externals.root_of(tape), lambda tensor: tensor is leaf))

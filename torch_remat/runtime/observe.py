@@ -30,6 +30,8 @@ from torch_remat.runtime.tensors import private_copies, share_alike, storage_key
 
 __all__ = ["Observer", "output_modified"]
 
+_lift_fresh = torch.ops.aten.lift_fresh.default  # what torch.tensor(...) has just made goes through it
+
 
 class Observer(TorchDispatchMode):
     """Active during the first forward of a body; see the top of this file."""
@@ -120,7 +122,9 @@ class Observer(TorchDispatchMode):
     def _region_output(self, region: Region, index: int, position: int, leaf: Tensor) -> None:
         output = region.outputs[position]
         for key in storage_keys(leaf):
-            if key not in self._region_made and self._is_from_outside(key):
+            if key not in self._region_made and (
+                (output.kind is not OutputKind.KEPT and self.graph.was_made(key)) or self._is_from_outside(key)
+            ):
                 self.graph.source(key)
         self.graph.returned(index, position, leaf, persisted=output.kind is OutputKind.KEPT)
         for key in storage_keys(leaf):
@@ -130,7 +134,7 @@ class Observer(TorchDispatchMode):
         """Whether a storage that no operation seen so far has made or read can be reached from the body's function."""
         if key in self.graph.writer:
             return False
-        return bool(externals.find(self._tape.function, lambda tensor: key in storage_keys(tensor)))
+        return bool(externals.find(externals.root_of(self._tape), lambda tensor: key in storage_keys(tensor)))
 
     def declare(self, tensor: Tensor) -> None:
         """``recompute_needs_tensor``: persist every output of SAVE regions on the storage of ``tensor``."""
@@ -174,8 +178,11 @@ class Observer(TorchDispatchMode):
             self._region_writes.update(key for tensor in written for key in storage_keys(tensor))
             given = {key for tensor in tensors_in((args, kwargs)) for key in storage_keys(tensor)}
             result = func(*args, **kwargs)
-            made = (key for tensor in tensors_in((result,)) for key in storage_keys(tensor))
-            self._region_made.update(key for key in made if key not in given)
+            for tensor in tensors_in((result,)):
+                keys = storage_keys(tensor)
+                if func is _lift_fresh or given.isdisjoint(keys):
+                    self._region_made.update(keys)
+                    self.graph.made(tensor, self._in_region.name)
             return result
         tags = getattr(func, "tags", ())
         if torch.Tag.nondeterministic_seeded in tags:

@@ -13,7 +13,7 @@ import types
 import warnings
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -84,7 +84,7 @@ Path = tuple[Any, ...]
 class Known:
     """What is known of one body: plans, newest first, and paths that were taken without being observed."""
 
-    __slots__ = ("layouts", "plans", "suspect", "trusted", "under_mode", "unobserved")
+    __slots__ = ("layouts", "plans", "stays_observed", "suspect", "trusted", "under_mode", "unobserved")
 
     _TRIES = 8
     _PATHS = 16
@@ -92,6 +92,7 @@ class Known:
     def __init__(self, *, trusted: bool = True) -> None:
         self.trusted = trusted  # False: many bodies share this entry, and nothing is learned from any of them
         self.suspect = False  # a generator moved during a replay, perhaps in another thread: watch the next one
+        self.stays_observed = 0  # a SAVE region hands on tensors where no plan can name the place: for so many calls
         self.plans: list[Plan] = []
         self.under_mode = False  # one of the plans needs a dispatch mode around the body
         self.layouts: list[Any] = []  # shape, dtype and device of each save in the latest call, for the next to share
@@ -99,7 +100,7 @@ class Known:
 
     def wants_observing(self) -> bool:
         """Whether the next call should be observed: a path is unknown, and was not waited for in vain too often."""
-        return self.trusted and (not self.plans or self._misses_a_path())
+        return self.trusted and (not self.plans or self.stays_observed > 0 or self._misses_a_path())
 
     def _misses_a_path(self) -> bool:
         return any(tries < self._TRIES for tries in self.unobserved.values())
@@ -107,11 +108,16 @@ class Known:
     def learn(self, plan: Plan) -> None:
         """Store ``plan`` in place of an earlier one for the same path."""
         path = plan.path
+        self.stays_observed = max(self.stays_observed - 1, 0)
         self.unobserved.pop(path, None)
         for other in self.unobserved:
             self.unobserved[other] += 1
         self.plans = [plan, *[one for one in self.plans if one.path != path]][: self._PATHS]
         self.under_mode = any(one.under_mode for one in self.plans)
+
+    def stay_observed(self) -> None:
+        """A SAVE region handed on a tensor where no path leads: on any path of this body it may do so again."""
+        self.stays_observed = self._TRIES
 
     def missed(self, path: Path) -> None:
         """A call took ``path``, for which there is no plan."""
@@ -147,6 +153,9 @@ class Registry:
             details = self._known.setdefault(key.code, {})
             if len(details) < self._per_code:
                 return details.setdefault(key.details, Known())
+            coarse = key.without_integers()
+            if coarse in details or (coarse != key.details and len(details) < 2 * self._per_code):
+                return details.setdefault(coarse, Known())
             if None not in details:
                 warnings.warn(
                     f"torch_remat has seen {self._per_code} variants of the checkpointed function "
@@ -176,16 +185,23 @@ class BodyKey(NamedTuple):
     code: Any
     details: Any
 
+    def without_integers(self) -> Any:
+        """The details without the values of integer arguments, whose combinations may be too many."""
+        captured, circumstances, leaves = self.details
+        return captured, circumstances, tuple([int if type(one) is tuple and one[0] is int else one for one in leaves])
+
 
 registry = Registry()
 
 
-def _budget() -> list[int]:
-    """How many values, and how deep, a key looks."""
-    return [256, 12]
+def _budget(*, numbers: bool = True) -> list[int]:
+    """How many values, and how deep, a key looks; whether it tells all numbers apart, or small integers only."""
+    return [256, 12, numbers]
 
 
 _VALUES = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device, torch.Size, complex)
+_NUMBERS = (int, float, complex)
+_SMALL = 256
 
 
 def body_key(function: Any, leaves: list[Any], *circumstances: bool) -> BodyKey:
@@ -201,8 +217,17 @@ def _leaf_key(leaf: Any) -> Any:
     if kind is bool or kind is str or leaf is None:
         return leaf
     if kind is int or kind is float:
-        return kind  # a position or a step, say: new in every call
-    return _value_key(leaf.value if kind is Static else leaf, _budget())
+        return _number_key(kind, leaf)
+    return _value_key(leaf.value if kind is Static else leaf, _budget(numbers=False))
+
+
+def _number_key(kind: type, number: Any) -> Any:
+    """A number among the arguments.
+
+    A small integer picks a layer, an item, a branch, and the body then reads something else. Others are positions,
+    steps or amounts, new in every call. (A step is new 255 times, too: one observed call each.)
+    """
+    return (int, number) if kind is int and -_SMALL < number < _SMALL else kind
 
 
 def _callable_key(function: Any, budget: list[int]) -> tuple[Any, Any]:
@@ -247,14 +272,14 @@ def _value_key_within(value: Any, budget: list[int]) -> Any:
     if isinstance(value, Tensor):
         return Tensor, value.requires_grad
     if kind in _VALUES or isinstance(value, type):
-        return kind, value
+        return _number_key(kind, value) if kind in _NUMBERS and not budget[2] else (kind, value)
     if isinstance(value, torch.nn.Module):
         return _digest(value, _module_parts, budget), value.training
     if budget[0] <= 0 or budget[1] <= 0:
         return kind
     if kind is types.FunctionType or kind is types.MethodType or isinstance(value, functools.partial):
         return _callable_key(value, budget)
-    if kind is tuple or kind is list:
+    if isinstance(value, tuple) or kind is list:
         return kind, tuple([_value_key(item, budget) for item in value])
     if kind is dict:
         return kind, tuple([(_value_key(key, budget), _value_key(item, budget)) for key, item in value.items()])
@@ -272,9 +297,20 @@ def _digest(value: Any, parts: Callable[[Any, list[int]], Any], budget: list[int
         known = _digests.get(value)
         if known is None:
             known = _digests[value] = _Digest((type(value), parts(value, budget)))
-    except TypeError:  # takes no weak reference, or cannot be hashed
+        return known
+    except TypeError:  # takes no weak reference, or cannot be hashed, as a dataclass that is compared by its fields
+        return _parts_now(value, parts, budget)
+
+
+def _parts_now(value: Any, parts: Callable[[Any, list[int]], Any], budget: list[int]) -> Any:
+    """``parts`` of an object as it is now. It may count steps: of its numbers only small integers."""
+    numbers, budget[2] = budget[2], False
+    try:
+        return type(value), parts(value, budget)
+    except TypeError:
         return type(value)
-    return known
+    finally:
+        budget[2] = numbers
 
 
 def _module_parts(module: torch.nn.Module, budget: list[int]) -> Any:
@@ -297,7 +333,8 @@ def _module_parts(module: torch.nn.Module, budget: list[int]) -> Any:
 def _object_parts(value: Any, budget: list[int]) -> Any:
     attributes = getattr(value, "__dict__", None)
     if not isinstance(attributes, dict):
-        return None
+        names = [field.name for field in fields(value)] if is_dataclass(value) else []
+        attributes = {name: getattr(value, name, None) for name in names}
     return tuple((name, _value_key(item, budget)) for name, item in sorted(attributes.items()))
 
 

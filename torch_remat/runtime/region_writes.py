@@ -101,4 +101,4 @@ def _is_from_outside(tape: Tape, tensor: Tensor) -> bool:
     if base.requires_grad or torch.is_inference(base):
         return True
     keys = storage_keys(tensor)
-    return bool(externals.find(tape.function, lambda one: any(key in keys for key in storage_keys(one))))
+    return bool(externals.find(externals.root_of(tape), lambda one: any(key in keys for key in storage_keys(one))))

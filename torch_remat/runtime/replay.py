@@ -30,6 +30,7 @@ from torch_remat.runtime.generators import (
     random_message,
     shared_with_threads,
 )
+from torch_remat.runtime.handed_on import Reads
 from torch_remat.runtime.hooks import pop_hooks, push_hooks
 from torch_remat.runtime.observe import Observer
 from torch_remat.runtime.placeholder import Origin
@@ -61,6 +62,9 @@ def replay(tape: Tape, unfilled: int) -> None:
 
 def _replay(tape: Tape, unfilled: int) -> None:
     frame = (ReplayFrame if tape.check is None else CheckedReplayFrame)(tape, unfilled)
+    function = tape.function if tape.captured is None else bound(tape.function, tape.captured)
+    if tape.root is not None:
+        tape.root.function = function
     with with_torch_functions(tape.ambient):
         args, kwargs = _inputs(tape, frame)
     guard = GeneratorGuard()
@@ -70,13 +74,18 @@ def _replay(tape: Tape, unfilled: int) -> None:
             hook.restore(state)
         if not tape.fits:
             with _ReplayObserver(tape, frame) as watch:
-                _run(frame, tape, args, kwargs)
+                _run(frame, tape, function, args, kwargs)
             watch.check_replay()
+        elif tape.handed_on is not None:
+            draws = DrawWatch(functools.partial(_check_draw, tape, frame)) if tape.watch_draws else _NOTHING
+            with Reads(tape) as reads, draws:
+                _run(frame, tape, function, args, kwargs)
+            reads.check(len(frame.names))
         elif tape.watch_draws:
             with DrawWatch(functools.partial(_check_draw, tape, frame)):
-                _run(frame, tape, args, kwargs)
+                _run(frame, tape, function, args, kwargs)
         else:
-            _run(frame, tape, args, kwargs)
+            _run(frame, tape, function, args, kwargs)
     except placeholder.PlaceholderError:
         if tape.key is not None:
             registry.forget(tape.key)  # the next call of this body is observed again
@@ -158,12 +167,11 @@ def _put_back(guard: GeneratorGuard, tape: Tape) -> None:
         guard.put_back()
 
 
-def _run(frame: ReplayFrame, tape: Tape, args: Any, kwargs: Any) -> None:
+def _run(frame: ReplayFrame, tape: Tape, function: Any, args: Any, kwargs: Any) -> None:
     token = current_frame.set(frame)
     outer = live.phase
     live.phase = frame.phase
     scope_token = scopes.set(tape.scopes)
-    function = tape.function if tape.captured is None else bound(tape.function, tape.captured)
     try:
         with restored(tape.ambient):
             push_hooks(frame.pack, identity)

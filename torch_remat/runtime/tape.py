@@ -276,6 +276,7 @@ class Tape:
         "first_sequence_nr",
         "fits",
         "function",
+        "handed_on",
         "hooks",
         "inner_states",
         "inputs",
@@ -287,6 +288,7 @@ class Tape:
         "released",
         "replays",
         "reruns",
+        "root",
         "scopes",
         "slots",
         "spans",
@@ -319,6 +321,8 @@ class Tape:
         self.watch_draws = False  # replay must look at every random operation
         # Parameters, buffers and captured tensors with their versions: those that replay reads, or all if not ``fits``.
         self.externals: list[Any] = []
+        self.root: Any = None  # from where they were found
+        self.handed_on: Any = None  # what SAVE regions handed on beside their outputs; see handed_on.py
         self.first_sequence_nr = 0  # autograd nodes of this body have at least this number
         self.key: Any = None  # under which the plans of this body are registered
         self.task: tuple[int, bool] = (
@@ -344,6 +348,8 @@ class Tape:
         self.order = []
         self.states = []
         self.externals = []
+        self.root = None
+        self.handed_on = None
 
     def living_slots(self) -> Iterator[Slot]:
         """The slots that some autograd node still owns."""
