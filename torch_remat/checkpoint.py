@@ -146,7 +146,12 @@ def checkpoint(
     return functools.partial(_wrap, options)
 
 
-def _wrap(options: _Options, function: Callable[P, R]) -> Checkpointed[P, R]:
+def _wrap(options: _Options, function: Callable[P, R], /, *args: Any, **kwargs: Any) -> Checkpointed[P, R]:
+    if args or kwargs:
+        raise InvalidTypeError(
+            "checkpoint(...) takes the function alone and returns the function to call. "
+            "To fix: checkpoint(...)(fn)(*args)."
+        )
     if not tracing() and not callable(function):
         raise InvalidTypeError(
             f"checkpoint(...) expects a function, got {type(function).__name__}. To fix: checkpoint(...)(fn)(*args)."
@@ -164,7 +169,7 @@ class Checkpointed(Generic[P, R]):
         self._options = options
         self.__wrapped__ = function
 
-    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+    def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> R:
         """Run the function as a checkpoint."""
         if tracing():
             return traced_checkpoint(_call, self._options, self.__wrapped__, args, kwargs)

@@ -116,10 +116,9 @@ class UnsupportedError(RematError, NotImplementedError):
 class InternalError(RematError, RuntimeError):
     """A fault of torch_remat itself."""
 
-    def __init__(self, message: str) -> None:
-        super().__init__(
-            f"torch_remat internal error: {message}. Please report this with the program that triggered it."
-        )
+    def __str__(self) -> str:
+        what = super().__str__()
+        return f"torch_remat internal error: {what}. Please report this with the program that triggered it."
 
 
 def display_name(checkpoint: str | None, region: str | None = None) -> str:

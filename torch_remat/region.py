@@ -28,7 +28,7 @@ class Region(Generic[P, R]):
         self._name = name
         self._recompute = recompute
 
-    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+    def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> R:
         """Run the function as a region."""
         if tracing():
             name = unguarded("self", "_name") or self._name

@@ -44,7 +44,7 @@ def count_kept(tape: Tape, nodes: list[Any], weights: Weights, kept: Resident, p
             for save in saves_of(node):
                 if save.kind in ("packed", "foreign"):
                     _count_payload(save.payload, label, packed)
-                elif save.tensor is not None and save.kind != "replay" and not save.weight:
+                elif save.tensor is not None and not save.weight:
                     for storage in storages_of(save.tensor):
                         if storage._cdata not in weights:
                             kept.add(storage, label)

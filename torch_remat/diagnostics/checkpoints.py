@@ -261,7 +261,7 @@ def _saved_values(span: Span, nodes: list[NodeSaves], packed: _Packed) -> tuple[
                 rebuilt += 1
             elif save.kind in ("packed", "foreign"):
                 packed.add(save.payload)
-            elif save.tensor is not None and save.kind != "replay" and not save.weight:
+            elif save.tensor is not None and not save.weight:
                 values.extend(_with_address(span, value) for value in values_of(save.tensor, name))
     return values, rebuilt
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from torch_remat.runtime.backward import Trigger
+from torch_remat.runtime.replay_frame import taken
 from torch_remat.runtime.tape import Kept, Packed, Slot, Spans, Tape
 from torch_remat.runtime.tensors import storage_keys
 
@@ -213,10 +214,10 @@ def saves_of(node: Any) -> Iterator[Save]:
             if save is None:
                 continue
             if save.tensor is not None and save.kind in ("native", "kept"):
-                if leaves is None:
-                    leaves = _leaf_storages(node)
-                if is_weight(save.tensor) or not leaves.isdisjoint(storage_keys(save.tensor)):
-                    save = replace(save, weight=True)
+                with unseen():
+                    leaves = _leaf_storages(node) if leaves is None else leaves
+                    if is_weight(save.tensor) or not leaves.isdisjoint(storage_keys(save.tensor)):
+                        save = replace(save, weight=True)
             yield save
 
 
@@ -233,13 +234,13 @@ def _leaf_storages(node: Any) -> set[int]:
 def _leaf_behind(node: Any) -> Tensor | None:
     """The leaf that a chain of nodes with one input each, as those of views are, leads to."""
     for _ in range(_MOST_VIEWS):
-        if node is None or type(node) is _AccumulateGrad:
-            break
-        before = node.next_functions
+        if type(node) is _AccumulateGrad:
+            return node.variable
+        before = () if node is None else node.next_functions
         if len(before) != 1:
-            return None
+            break
         node = before[0][0]
-    return None if node is None else node.variable
+    return None
 
 
 def _save(saved: Any, attribute: str, position: int) -> Save | None:
@@ -255,8 +256,8 @@ def _save(saved: Any, attribute: str, position: int) -> Save | None:
         return Save("kept", attribute, position, data.tensor)
     if type(data) is Packed:
         return Save("packed", attribute, position, None, data.payload)
-    if getattr(unpack, "__module__", None) == "torch_remat.runtime.replay":
-        return Save("replay", attribute, position, data)
+    if unpack is taken:
+        return Save("replay", attribute, position, None)
     return Save("foreign", attribute, position, None, data)
 
 

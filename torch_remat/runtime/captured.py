@@ -1,9 +1,9 @@
 """Variables that a body captures: replay finds in them what forward found.
 
 Python looks a captured variable up when the code runs. ``lambda t: layer(t)``, made in a loop over layers, would run
-the last layer for each of them in a replay after the loop, and compute numbers without an error. So forward notes what the
-variables of the body's function hold, and where that has changed replay runs a copy of the function with variables of
-its own.
+the last layer for each of them in a replay after the loop, and compute numbers without an error. So forward notes what
+the variables of the body's function hold, and where that has changed replay runs a copy of the function with variables
+of its own.
 
 Variables that hold tensors are left alone: ``externals.py`` knows whether replay reads them, and noting them would keep
 memory. So are those that code of the body assigns, or that were assigned while it ran.

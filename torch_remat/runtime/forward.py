@@ -13,7 +13,6 @@ Rules:
 
 from __future__ import annotations
 
-import copy
 import functools
 import sys
 import weakref
@@ -54,6 +53,7 @@ from torch_remat.runtime.region_saves import RegionSaves
 from torch_remat.runtime.region_writes import unobserved_writes
 from torch_remat.runtime.state import SameOperations
 from torch_remat.runtime.tape import (
+    BASE_GRADIENT,
     Kept,
     Output,
     OutputKind,
@@ -66,6 +66,7 @@ from torch_remat.runtime.tape import (
     stride_of,
     version_of,
     version_probe,
+    without_frames,
 )
 from torch_remat.runtime.tensors import storage_keys
 from torch_remat.runtime.tree import flatten, is_container
@@ -231,6 +232,9 @@ class ForwardFrame(Frame):
         saves: RegionSaves | None = None
         arguments = _leaves_of(args, kwargs)
         versions = [version_of(leaf) if isinstance(leaf, Tensor) else -1 for leaf in arguments]
+        gradients = (
+            [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in arguments] if observer is not None else []
+        )
         hooked = pair is not None or observer is not None or (step is not None and step.rebuild) or not can_lift
         if hooked and not theirs:
             saves = RegionSaves(self, record, step, pair, arguments, versions)
@@ -262,7 +266,7 @@ class ForwardFrame(Frame):
                     push_hooks(self.hook, self.unpack)
         except BaseException as error:
             if isinstance(error, Exception):  # the body may catch it: replay raises it again, after what came before it
-                record.error = _without_frames(error)
+                record.error = without_frames(error)
                 self._note_effects(SaveOutputs(self, record, step, pair, saves), arguments, versions)
             if saves is not None:
                 saves.close()
@@ -273,12 +277,22 @@ class ForwardFrame(Frame):
         self._note_effects(outputs, arguments, versions)
         leaves = outputs.add_result(result, arguments)
         if observer is not None:
+            self._check_gradients(record, arguments, versions, gradients)
             observer.leave_region(record, leaves, arguments)
         if saves is not None:
             saves.close()
             if pair is not None:
                 self.open_saves.append(saves)
         return result
+
+    def _check_gradients(self, record: Region, arguments: list[Any], versions: list[int], before: list[bool]) -> None:
+        for leaf, version, required in zip(arguments, versions, before, strict=True):
+            if version >= 0 and leaf._version == version and leaf.requires_grad is not required:
+                raise ModifiedError(
+                    f"Region {display_name(self.tape.name, record.name)} (recompute=False) changes whether its "
+                    f"argument requires a gradient; replay skips the region and would not.\n"
+                    f"To fix: return t.detach() from the region, or call requires_grad_() outside of it."
+                )
 
     def _note_effects(self, outputs: SaveOutputs, arguments: list[Any], versions: list[int]) -> None:
         """What a SAVE region did besides returning: the state it left, the arguments it modified."""
@@ -434,7 +448,7 @@ class ForwardFrame(Frame):
             if output.kind is not OutputKind.KEPT:
                 continue
             tensor = output.data
-            if position in step.keep or (isinstance(tensor, Tensor) and not can_stand_in(tensor)):
+            if position in step.keep or (isinstance(tensor, Tensor) and not _can_stand_in(tensor, output.meta)):
                 output.shell = position in step.shells
             elif isinstance(tensor, Tensor) and (output.unpack is None or isinstance(output.unpack, tuple)):
                 meta = meta_of(tensor)._replace(requires_grad=bool(output.meta))
@@ -448,6 +462,8 @@ class ForwardFrame(Frame):
         for index, output in enumerate(tape.inputs):
             if output.kind is not OutputKind.KEPT or output.unpack is not None or plan is None or index in plan.inputs:
                 continue
+            if tape.reruns is not None:
+                continue  # a region that runs again reads more than the plan knows
             tensor = output.data
             if can_stand_in(tensor) and not (tensor.is_leaf and tensor.requires_grad):
                 output.kind, output.data, output.meta = OutputKind.PLACEHOLDER, None, meta_of(tensor)
@@ -525,6 +541,10 @@ def _leaves_of(args: Any, kwargs: Any) -> list[Any]:
     return leaves
 
 
+def _can_stand_in(tensor: Tensor, gradient: int) -> bool:
+    return gradient != BASE_GRADIENT and can_stand_in(tensor)
+
+
 def _modified(output: Output) -> bool:
     if output.shell:
         return False
@@ -538,15 +558,6 @@ def persisted(record: Region) -> list[Output]:
     """The outputs of a SAVE region whose data is kept, and its arguments kept as it left them."""
     found = [output for output in record.outputs if output.kind is OutputKind.KEPT]
     return found + [output for _, output in record.changed] if record.changed else found
-
-
-def _without_frames(error: Exception) -> Exception:
-    """A copy of ``error`` that holds no frames (and so no tensors of the body)."""
-    try:
-        twin = copy.copy(error)
-    except Exception:  # noqa: BLE001 - an exception that cannot be copied is kept as it is
-        twin = error
-    return twin.with_traceback(None) if twin is not error else error
 
 
 def _starts(step: Step, record: Region) -> bool:

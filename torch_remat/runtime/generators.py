@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torch_remat.errors import InvalidTypeError, display_name
+from torch_remat.errors import InvalidTypeError, InvalidValueError, display_name
 
 __all__ = [
     "DrawWatch",
@@ -45,6 +45,7 @@ class GeneratorHook:
 
     Raises:
         TypeError: an argument is none of these.
+        ValueError: there is no such device here, or it has no generator.
     """
 
     def __init__(self, *generators: str | torch.device | torch.Generator) -> None:
@@ -55,7 +56,7 @@ class GeneratorHook:
                     f"{type(generator).__name__}. "
                     f'To fix: pass GeneratorHook("cpu"), GeneratorHook("cuda") or GeneratorHook(my_generator).'
                 )
-        self._targets = tuple(torch.device(one) if isinstance(one, str) else one for one in generators)
+        self._targets = tuple(one if isinstance(one, torch.Generator) else _device(one) for one in generators)
 
     def snapshot(self) -> list[tuple[torch.Generator, Any]]:
         """The generators carried and their states."""
@@ -77,6 +78,21 @@ class GeneratorHook:
                 found.append(torch.cuda.default_generators[torch.cuda.current_device()])
             return found
         return [one if isinstance(one, torch.Generator) else _default_generator(one) for one in self._targets]
+
+
+def _device(given: str | torch.device) -> torch.device:
+    try:
+        device = torch.device(given)
+        if device.type == "cpu" or torch.get_device_module(device).is_available():
+            return device
+        why = f"there is no {device.type} device here"
+    except (RuntimeError, AttributeError) as error:
+        why = str(error).splitlines()[0]
+    raise InvalidValueError(
+        f"GeneratorHook cannot carry the generator of {str(given)!r}: {why}.\n"
+        f"To fix: name a device that is there; without arguments the hook carries the CPU's generator and that of the "
+        f"current CUDA device, where there is one."
+    )
 
 
 def _default_generator(device: torch.device) -> torch.Generator:

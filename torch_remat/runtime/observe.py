@@ -26,7 +26,15 @@ from torch_remat.runtime.inner_backward import check_inner_backward
 from torch_remat.runtime.placeholder import METADATA_ONLY, runs_without_data, user_line
 from torch_remat.runtime.plan import Plan
 from torch_remat.runtime.tape import Kept, Output, OutputKind, Region, Slot, Tape
-from torch_remat.runtime.tensors import private_copies, share_alike, storage_keys, tensors_in, together, written_by
+from torch_remat.runtime.tensors import (
+    fills_its_memory,
+    private_copies,
+    share_alike,
+    storage_keys,
+    tensors_in,
+    together,
+    written_by,
+)
 
 __all__ = ["Observer", "output_modified"]
 
@@ -172,6 +180,9 @@ class Observer(TorchDispatchMode):
     def _operation(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         schema = getattr(func, "_schema", None)
         written = written_by(func, args, kwargs)
+        made = self._fresh_outs(func, args, kwargs) if written else frozenset()
+        if made:
+            written = [tensor for tensor in written if not made.issuperset(storage_keys(tensor))]
         if written:
             self._before_write(written, str(func))
         if self._in_region is not None:
@@ -189,14 +200,27 @@ class Observer(TorchDispatchMode):
             result = self._draw(func, args, kwargs)
         else:
             result = func(*args, **kwargs)
-        self._record(func, schema, tags, args, kwargs, written, result)
+        read_keys = [key for tensor in tensors_in((args, kwargs)) for key in storage_keys(tensor) if key not in made]
+        self._record(func, schema, tags, read_keys, written, result)
         return result
 
+    def _fresh_outs(self, func: Any, args: Any, kwargs: dict[str, Any]) -> frozenset[int]:
+        """Memory that nobody has seen and that the operation fills, as ``out=``: as good as made by it.
+
+        So does code that Inductor compiled: its buffers do not come from the dispatcher.
+        """
+        outs = written_by(func, (), kwargs, only_out=True)
+        if not outs:
+            return frozenset()
+        others = {name: value for name, value in kwargs.items() if not any(value is out for out in outs)}
+        read = {key for tensor in tensors_in((args, others)) for key in storage_keys(tensor)}
+        keys = [key for tensor in outs if fills_its_memory(tensor) for key in storage_keys(tensor)]
+        return frozenset(key for key in keys if key not in read and key not in self.graph.writer)
+
     def _record(
-        self, func: Any, schema: Any, tags: Any, args: Any, kwargs: dict[str, Any], written: list[Tensor], result: Any
+        self, func: Any, schema: Any, tags: Any, read_keys: list[int], written: list[Tensor], result: Any
     ) -> None:
         name = schema.name if schema is not None else str(func)
-        read_keys = [key for tensor in tensors_in((args, kwargs)) for key in storage_keys(tensor)]
         results = list(tensors_in((result,)))
         if not written and results:
             made = [key for tensor in results for key in storage_keys(tensor)]

@@ -24,7 +24,15 @@ from torch_remat.runtime.hooks import HookPair
 from torch_remat.runtime.placeholder import can_stand_in, is_under_way, meta_of
 from torch_remat.runtime.plan import Step
 from torch_remat.runtime.region_saves import RegionSaves
-from torch_remat.runtime.tape import Output, OutputKind, Region, gradient_of, plain_attributes, version_of
+from torch_remat.runtime.tape import (
+    BASE_GRADIENT,
+    Output,
+    OutputKind,
+    Region,
+    gradient_of,
+    plain_attributes,
+    version_of,
+)
 from torch_remat.runtime.tensors import private_copies, private_copy
 from torch_remat.runtime.tree import LEAF, flatten, is_container, is_iterator
 from torch_remat.runtime.views import extent
@@ -110,7 +118,7 @@ class SaveOutputs:
         if output is not None:
             return output
         step = self._step
-        if step is None or position in step.keep or not can_stand_in(leaf):
+        if step is None or position in step.keep or not can_stand_in(leaf) or gradient_of(leaf) == BASE_GRADIENT:
             return self._kept(leaf, position)
         output = Output(OutputKind.PLACEHOLDER, (weakref.ref(leaf), version_of(leaf)), meta_of(leaf))
         output.attributes = plain_attributes(leaf)
@@ -166,6 +174,7 @@ def _from_argument(leaf: Tensor, arguments: list[Any]) -> Output | None:
             and argument.is_conj() == leaf.is_conj()
             and argument.is_neg() == leaf.is_neg()
             and argument._version == leaf._version
+            and gradient_of(leaf) == argument.requires_grad  # a view made under no_grad is a leaf of its own
         ):
             start = leaf.storage_offset() - argument.storage_offset()
             if start < 0 or start + extent(leaf) > extent(argument):

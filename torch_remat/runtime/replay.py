@@ -35,7 +35,7 @@ from torch_remat.runtime.hooks import pop_hooks, push_hooks
 from torch_remat.runtime.observe import Observer
 from torch_remat.runtime.placeholder import Origin
 from torch_remat.runtime.plan import registry
-from torch_remat.runtime.replay_frame import CheckedReplayFrame, ReplayFrame, Stop, identity, stand_in
+from torch_remat.runtime.replay_frame import CheckedReplayFrame, ReplayFrame, Stop, stand_in, taken
 from torch_remat.runtime.rerun import plan_rerun
 from torch_remat.runtime.state import SameOperations, restored, with_torch_functions
 from torch_remat.runtime.tape import OutputKind, Tape, version_of
@@ -174,7 +174,7 @@ def _run(frame: ReplayFrame, tape: Tape, function: Any, args: Any, kwargs: Any) 
     scope_token = scopes.set(tape.scopes)
     try:
         with restored(tape.ambient):
-            push_hooks(frame.pack, identity)
+            push_hooks(frame.pack, taken)
             try:
                 if tape.under_mode and not torch._C._len_torch_dispatch_stack():
                     with SameOperations():
@@ -190,6 +190,7 @@ def _run(frame: ReplayFrame, tape: Tape, function: Any, args: Any, kwargs: Any) 
         if not frame.done:
             raise
     finally:
+        frame.close()
         scopes.reset(scope_token)
         live.phase = outer
         current_frame.reset(token)

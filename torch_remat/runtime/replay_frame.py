@@ -13,7 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_remat.errors import InvalidTypeError, ModifiedError, PolicyDriftError, SavesDriftError, display_name
+from torch_remat.errors import (
+    InvalidTypeError,
+    ModifiedError,
+    PolicyDriftError,
+    SavesDriftError,
+    UsageError,
+    display_name,
+)
 from torch_remat.runtime import events, placeholder
 from torch_remat.runtime.bitwise import maker_of, operation_of
 from torch_remat.runtime.compiled_code import is_compiled, what_saves
@@ -23,12 +30,23 @@ from torch_remat.runtime.graft import as_result
 from torch_remat.runtime.labels import profiling, wrapped
 from torch_remat.runtime.placeholder import Meta, Origin, is_placeholder
 from torch_remat.runtime.rerun import rerun
-from torch_remat.runtime.tape import LEAF_GRADIENT, Output, OutputKind, Packed, Region, Slot, Tape, version_of
+from torch_remat.runtime.tape import (
+    BASE_GRADIENT,
+    LEAF_GRADIENT,
+    Output,
+    OutputKind,
+    Packed,
+    Region,
+    Slot,
+    Tape,
+    version_of,
+    without_frames,
+)
 from torch_remat.runtime.tensors import copied_as_one, laid_out, private_copy, together, views_like
 from torch_remat.runtime.tree import LEAF, flatten, unflatten
 from torch_remat.runtime.views import make
 
-__all__ = ["CheckedReplayFrame", "ReplayFrame", "Stop", "identity", "stand_in"]
+__all__ = ["CheckedReplayFrame", "ReplayFrame", "Stop", "stand_in", "taken"]
 
 _set_version = getattr(torch._C._autograd, "_unsafe_set_version_counter", None)
 
@@ -60,6 +78,8 @@ class ReplayFrame(Frame):
         )
         self._copies: dict[int, Tensor] = {}  # of outputs that the body modifies in place, by identity
         self._unpacked: list[Packed] = []  # for the outputs of the region that is being skipped
+        # What the graph of this pass saves. User state may hold a tensor of it, and with that the graph.
+        self._holders: list[list[Tensor]] = []
         self.drew = False  # a watched replay has drawn random numbers
         self._inner = 0
         self._wraps = bool(events.region_called.listeners) or profiling()
@@ -84,6 +104,8 @@ class ReplayFrame(Frame):
         if slot is None and tensor.is_leaf:
             return tensor
         kept = tensor.detach() if tensor.requires_grad else tensor
+        holder = [kept]
+        self._holders.append(holder)
         if slot is not None and slot.tensor is None:
             if slot.expected is not None and (tensor.shape, tensor.dtype, tensor.device) != slot.expected:
                 found = (tensor.shape, tensor.dtype, tensor.device)
@@ -91,7 +113,7 @@ class ReplayFrame(Frame):
             if type(tensor) is not Tensor and is_placeholder(tensor):
                 raise placeholder.missing(tensor, "backward needs what is computed from it")
             self._fill(slot, kept)
-        return kept
+        return holder
 
     def _fill(self, slot: Slot, tensor: Tensor, *, trusted: bool = True) -> None:
         slot.fill(tensor, tensor._version, self._trusted and trusted)
@@ -144,7 +166,7 @@ class ReplayFrame(Frame):
         if self.tape.reruns and record.name in self.tape.reruns and record.error is None:
             self.inert += 1
             try:
-                again = rerun(self.tape, record, (self.pack, identity), function, args, kwargs)
+                again = rerun(self.tape, record, (self.pack, taken), function, args, kwargs)
             finally:
                 self.inert -= 1
         if record.rebuilds or record.changed or any(output.kind in _OF_ARGUMENTS for output in record.outputs):
@@ -159,7 +181,7 @@ class ReplayFrame(Frame):
         for hook, state in record.exit_states:
             hook.restore(state)
         if record.error is not None:
-            raise record.error
+            raise without_frames(record.error)
         if record.cloned:
             self._copy_together([one for one in record.outputs if one.cloned and one.unpack is None])
         leaves: list[Any] = []
@@ -304,7 +326,13 @@ class ReplayFrame(Frame):
             tensor = tensor.detach()
         if not output.meta:
             return tensor
-        return tensor.requires_grad_() if output.meta == LEAF_GRADIENT else as_result(tensor)
+        if output.meta == LEAF_GRADIENT:
+            return tensor.requires_grad_()
+        tensor = as_result(tensor)
+        if output.meta == BASE_GRADIENT:
+            with torch.no_grad():
+                return tensor.view_as(tensor)
+        return tensor
 
     # --- Checkpoints inside this one
 
@@ -324,6 +352,12 @@ class ReplayFrame(Frame):
             hook.restore(state)
 
     # --- The end
+
+    def close(self) -> None:
+        """The pass is over, and nothing needs a backward of its own graph any more."""
+        for holder in self._holders:
+            holder.clear()
+        self._holders = []
 
     @property
     def done(self) -> bool:
@@ -443,9 +477,17 @@ def stand_in(meta: Meta, origin: Origin) -> Tensor:
 _OF_ARGUMENTS = (OutputKind.ARGUMENT, OutputKind.ARGUMENT_VIEW)
 
 
-def identity(tensor: Tensor) -> Tensor:
+def taken(payload: Any) -> Tensor:
     """The unpack hook of a replay."""
-    return tensor
+    if type(payload) is not list:
+        return payload
+    if not payload:
+        raise UsageError(
+            "A backward has reached the graph that replay made of a checkpoint's body: replay stored a tensor again "
+            "that the body stores outside of itself (self.aux_loss = ..., say), and that was used for another "
+            "backward.\nTo fix: return the tensor from the checkpoint, or use it before backward."
+        )
+    return payload[0]
 
 
 def _modified(what: str, tape: Tape) -> ModifiedError:

@@ -14,6 +14,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import enum
 import functools
 import threading
@@ -28,6 +29,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch_remat.errors import InternalError
 
 __all__ = [
+    "BASE_GRADIENT",
     "LEAF_GRADIENT",
     "Kept",
     "Output",
@@ -44,6 +46,7 @@ __all__ = [
     "stride_of",
     "version_of",
     "version_probe",
+    "without_frames",
 ]
 
 
@@ -55,12 +58,18 @@ def version_of(tensor: Tensor) -> int:
         return -1
 
 
-LEAF_GRADIENT = 2
+LEAF_GRADIENT, BASE_GRADIENT = 2, 3
 
 
 def gradient_of(tensor: Tensor) -> int:
-    """False, True, or ``LEAF_GRADIENT``: whether ``tensor`` requires a gradient, and as a leaf."""
-    return tensor.requires_grad and (LEAF_GRADIENT if tensor.is_leaf else True)
+    """False, True, ``LEAF_GRADIENT`` or ``BASE_GRADIENT``: whether and how ``tensor`` requires a gradient.
+
+    A view made under no_grad says that it does where its base does, and gets none.
+    """
+    if not tensor.requires_grad or not tensor.is_leaf:
+        return tensor.requires_grad
+    base = tensor._base
+    return LEAF_GRADIENT if base is None or not base.requires_grad else BASE_GRADIENT
 
 
 _SIMPLE = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
@@ -381,6 +390,15 @@ class Tape:
                 if slot is not None and slot.tensor is None:
                     count += 1
         return count
+
+
+def without_frames(error: BaseException) -> BaseException:
+    """A copy of ``error`` that holds no frames (and so no tensors of the body)."""
+    try:
+        twin = copy.copy(error)
+    except Exception:  # noqa: BLE001 - an exception that cannot be copied is kept as it is
+        twin = error
+    return twin.with_traceback(None) if twin is not error else error
 
 
 def stride_of(tensor: Tensor) -> tuple[int, ...] | None:

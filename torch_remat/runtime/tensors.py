@@ -150,14 +150,14 @@ def laid_out(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
     return copy if source is tensor else copy.as_strided(tensor.shape, stride)
 
 
-def written_by(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
-    """The tensors that the operation ``func`` modifies."""
+def written_by(func: Any, args: Any, kwargs: dict[str, Any], *, only_out: bool = False) -> list[Tensor]:
+    """The tensors that the operation ``func`` modifies; with ``only_out`` those that it got as ``out=``."""
     found: list[Tensor] = []
     schema = getattr(func, "_schema", None)
     if schema is None or not schema.is_mutable:
         return found
     for position, argument in enumerate(schema.arguments):
-        if argument.alias_info is None or not argument.alias_info.is_write:
+        if argument.alias_info is None or not argument.alias_info.is_write or (only_out and not argument.is_out):
             continue
         value = args[position] if position < len(args) else kwargs.get(argument.name)
         found.extend(tensors_in((value,)))

@@ -2,7 +2,8 @@
 
 Leaves are tensors, everything that is no known container (numbers, strings, ``None``, opaque objects), and containers
 without a tensor in them, which are handed out again as the same object unless somebody changed them meanwhile. Known
-containers are tuples, named tuples and ``torch.return_types``, lists, dicts, their subclasses, dataclass instances, and
+containers are tuples, named tuples and ``torch.return_types``, lists, dicts, their subclasses, dataclass instances,
+``types.SimpleNamespace``, and
 whatever is registered with ``torch.utils._pytree``. Attributes that an instance of a subclass or dataclass has beside
 its items or fields belong to it. A rebuilt container is a new object of the same type; opaque objects are passed on as
 they are. Containers that hold themselves are not supported (``RecursionError``), as in
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -39,7 +41,7 @@ def is_container(value: object) -> bool:
         return False
     if isinstance(value, (tuple, list, dict)):
         return True
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+    if (dataclasses.is_dataclass(value) and not isinstance(value, type)) or kind is types.SimpleNamespace:
         return True
     return kind in torch_pytree.SUPPORTED_NODES
 
@@ -138,6 +140,9 @@ def _take_apart(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
         node = torch_pytree.SUPPORTED_NODES[kind]
         children, context = node.flatten_fn(value)
         return list(children), lambda items: node.unflatten_fn(items, context)
+    if kind is types.SimpleNamespace:
+        names = list(vars(value))
+        return list(vars(value).values()), lambda items: kind(**dict(zip(names, items, strict=True)))
     names = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
     names += [name for name in _attributes(value) if name not in names]
     shell = copy.copy(value)

@@ -1,0 +1,491 @@
+"""P1: replay finds what forward found: leaves, captured variables, attributes, containers; or says that it cannot."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import types
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from helpers.alive import StorageTracker
+from torch import Tensor, nn
+
+import torch_remat as remat
+from torch_remat.errors import InternalError, InvalidTypeError, InvalidValueError, ModifiedError, UnsupportedError
+
+Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+def saved(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+    return remat.region(function, name, recompute=False)
+
+
+def plain(function: Callable[..., Any]) -> Callable[..., Any]:
+    return function
+
+
+def check(program: Callable[[Wrap], list[Tensor]], **options: Any) -> None:
+    """Three runs as checkpoint give the bits of three runs without."""
+    expected = [program(plain) for _ in range(3)]
+    found = [program(lambda function: remat.checkpoint(region_name="c", **options)(function)) for _ in range(3)]
+    for ours, eager in zip(found, expected, strict=True):
+        for one, other in zip(ours, eager, strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+
+
+def leaf(*shape: int) -> Tensor:
+    return torch.linspace(0.1, 0.9, torch.Size(shape).numel(), dtype=torch.float64).reshape(shape).requires_grad_()
+
+
+def grads(output: Tensor, *leaves: Tensor) -> list[Tensor]:
+    return [output.detach(), *torch.autograd.grad(output.sum(), leaves)]
+
+
+class TestPositionsOfSaves:
+    """Every save has a position, whoever is a leaf: a dead save at the end hides none that is missing."""
+
+    @staticmethod
+    def body(t: Tensor, factor: Tensor) -> Tensor:
+        result = torch.tanh(torch.exp(torch.sin(t) * factor))
+        torch.exp(result)  # saved, and gone with its node
+        return result
+
+    def test_a_leaf_that_is_captured_and_an_argument(self) -> None:
+        x = leaf(3)
+        check(lambda wrap: grads(wrap(lambda t: self.body(t, x))(x), x))
+
+    def test_a_parameter_that_is_captured_and_an_argument_under_hooks(self) -> None:
+        x, w = leaf(3), nn.Parameter(leaf(3).detach() + 1)
+
+        def program(wrap: Wrap) -> list[Tensor]:
+            with torch.autograd.graph.save_on_cpu():
+                return grads(wrap(lambda t, v: self.body(t, w) * v)(x, w), x, w)
+
+        check(program)
+
+    @pytest.mark.parametrize("kind", ["parameter", "leaf", "new leaf"])
+    def test_a_leaf_that_a_save_region_returns(self, kind: str) -> None:
+        x = leaf(3)
+        w = nn.Parameter(leaf(3).detach() + 1) if kind == "parameter" else leaf(3)
+
+        def get(t: Tensor) -> Tensor:
+            return (t.detach() * 2).requires_grad_() if kind == "new leaf" else w
+
+        check(lambda wrap: grads(wrap(lambda t: self.body(t, saved(get, "get")(t)))(x), x))
+
+    def test_a_view_made_under_no_grad_that_a_save_region_returns(self) -> None:
+        x, w = leaf(4), leaf(3)
+        cut = torch.no_grad()(lambda t: t[1:])
+
+        def body(t: Tensor) -> Tensor:
+            h = t * 2
+            return self.body(saved(cut, "cut")(h), w) * h.sum()
+
+        check(lambda wrap: grads(wrap(body)(x), x, w))
+
+
+class TestLeaves:
+    """``is_leaf`` and ``grad_fn`` of what replay hands out are those of forward."""
+
+    @pytest.mark.parametrize("hooks", [False, True], ids=["", "packed"])
+    @pytest.mark.parametrize("given", ["leaf", "result"])
+    @pytest.mark.parametrize("source", ["input", "save output"])
+    def test_a_branch_on_being_a_leaf(self, source: str, given: str, hooks: bool) -> None:
+        x = leaf(3)
+
+        def body(t: Tensor) -> Tensor:
+            h = t if source == "input" else saved(torch.sin, "sin")(t)
+            assert (h.grad_fn is None) is h.is_leaf
+            return torch.exp(h * 1 if h.is_leaf else h * 2)
+
+        def program(wrap: Wrap) -> list[Tensor]:
+            call = wrap(body)
+            return grads(call(x if given == "leaf" else x * 3), x)
+
+        pair = (lambda t: t.clone(), lambda t: t)
+        check(program, saved_tensors_hooks=pair if hooks else None)
+
+    def test_a_hook_on_the_node_of_a_saved_output(self) -> None:
+        x = leaf(3)
+
+        def body(t: Tensor) -> Tensor:
+            h = saved(torch.sin, "sin")(t)
+            h.grad_fn.register_prehook(lambda gradients: (gradients[0] * 2,))
+            return torch.exp(h * 2)
+
+        check(lambda wrap: grads(wrap(body)(x * 3), x))
+
+    def test_a_gradient_inside_the_body_for_an_input_that_is_no_leaf(self) -> None:
+        x = leaf(3)
+
+        def body(t: Tensor) -> Tensor:
+            (force,) = torch.autograd.grad(torch.sin(t).sum(), t)
+            return torch.exp(t * force)
+
+        check(lambda wrap: grads(wrap(body)(x * 2), x))
+
+
+class TestCapturedVariables:
+    """A variable that is bound to something else after forward: replay uses what forward found in it."""
+
+    KINDS = ("module", "number", "partial", "method", "nested", "default", "list", "assigned by its own code")
+
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_a_loop_variable(self, kind: str) -> None:
+        layers = [nn.Linear(3, 3, dtype=torch.float64) for _ in range(4)]
+        x = leaf(2, 3)
+
+        def program(wrap: Wrap) -> list[Tensor]:
+            h, calls = x, 0
+            for index, layer in enumerate(layers):
+                factors = [index + 1.0]
+
+                def scaled(t: Tensor, scale: float) -> Tensor:
+                    return torch.exp(torch.sin(layer(t))) * scale
+
+                def bump() -> None:
+                    nonlocal calls
+                    calls += 1
+
+                class Holder:
+                    def run(self, t: Tensor) -> Tensor:
+                        return scaled(t, 2.0)
+
+                bodies: dict[str, Callable[[Tensor], Tensor]] = {
+                    "module": lambda t: torch.exp(torch.sin(layer(t))),
+                    "number": lambda t: torch.exp(torch.sin(layers[index](t) * index)),
+                    "partial": functools.partial(scaled, scale=2.0),
+                    "nested": lambda t: [torch.exp(layer(t)) * k for k in (1, 2)][1],
+                    "default": lambda t, layer=layer: torch.exp(torch.sin(layer(t))),
+                    "list": lambda t: torch.exp(torch.sin(layer(t))) * factors[0],
+                    "assigned by its own code": lambda t: (bump(), torch.exp(torch.sin(layer(t))))[1],
+                    "method": types.MethodType(lambda self, t: torch.exp(torch.sin(layer(t))), Holder()),
+                }
+                h = wrap(bodies[kind])(h)
+            return grads(h, x, *[parameter for layer in layers for parameter in layer.parameters()])
+
+        check(program)
+
+    def test_a_global_variable(self) -> None:
+        x = leaf(2, 3)
+        space: dict[str, Any] = {"torch": torch}
+        exec("def make(): return lambda t: torch.exp(torch.sin(layer(t)))", space)
+
+        def program(wrap: Wrap) -> list[Tensor]:
+            torch.manual_seed(0)
+            h = x
+            for _ in range(3):
+                space["layer"] = nn.Linear(3, 3, dtype=torch.float64)
+                h = wrap(space["make"]())(h)
+            return grads(h, x)
+
+        check(program)
+
+    def test_nothing_is_held_once_backward_has_run(self) -> None:
+        class Layer:
+            def __call__(self, t: Tensor) -> Tensor:
+                return torch.exp(t)
+
+        layer = Layer()
+        alive = weakref.ref(layer)
+        y = remat.checkpoint()(lambda t: layer(torch.sin(t)))(leaf(3))
+        layer = torch.exp  # type: ignore[assignment]
+        y.sum().backward()
+        assert alive() is None
+
+
+class TestAttributes:
+    """What user code has hung on a tensor is on replay's tensor."""
+
+    @pytest.mark.parametrize("source", ["input", "save output", "packed input"])
+    def test_a_simple_attribute(self, source: str) -> None:
+        x = leaf(3)
+
+        def double(t: Tensor) -> Tensor:
+            made = t * 2
+            made.scale = 3.0  # type: ignore[attr-defined]
+            return made
+
+        def body(t: Tensor) -> Tensor:
+            h = saved(double, "double")(t) if source == "save output" else t
+            return torch.exp(h * getattr(h, "scale", 1.0))
+
+        pair = (lambda t: t.clone(), lambda t: t) if source == "packed input" else None
+        check(lambda wrap: grads(wrap(body)(double(x)), x), saved_tensors_hooks=pair)
+
+    def test_torch_functions_are_on_in_replay_whoever_calls_backward(self) -> None:
+        class Unit(Tensor):
+            @classmethod
+            def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+                result = super().__torch_function__(func, types, args, kwargs or {})
+                return result * 2 if func is torch.sin else result
+
+        x = leaf(3)
+
+        def program(wrap: Wrap) -> list[Tensor]:
+            y = wrap(lambda t: torch.exp(torch.sin(t) * t))((x * 1).as_subclass(Unit))
+            x.grad = None
+            y.sum().backward()  # of a subclass: torch functions are off meanwhile
+            assert x.grad is not None
+            return [y.detach().as_subclass(Tensor), x.grad.clone().as_subclass(Tensor)]
+
+        check(program)
+
+
+class AttributeDict(dict):  # type: ignore[type-arg]
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.__dict__ = self
+
+
+class Output(OrderedDict):  # type: ignore[type-arg]
+    """As in a well-known library of models: the items are attributes, too."""
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        super().__setitem__(key, value)
+        object.__setattr__(self, key, value)
+
+
+class Pair(tuple):  # type: ignore[type-arg]
+    note: Tensor
+
+
+def pair(h: Tensor) -> Pair:
+    made = Pair((h * 1, 3))
+    made.note = h * 2
+    return made
+
+
+CONTAINERS: dict[str, Callable[[Tensor], Any]] = {
+    "dict that is its attributes": lambda h: AttributeDict(h=h),
+    "items and attributes": lambda h: Output(h=h),
+    "namespace": lambda h: types.SimpleNamespace(h=h),
+}
+
+
+class TestContainers:
+    @pytest.mark.parametrize("kind", CONTAINERS)
+    def test_a_saved_output_that_is_reached_by_attribute_and_modified(self, kind: str) -> None:
+        x = leaf(3)
+
+        def body(t: Tensor) -> Tensor:
+            made = saved(lambda t: CONTAINERS[kind](torch.sin(t) * 2), "made")(t)
+            made.h.mul_(2)
+            return torch.exp(made.h * 3)
+
+        check(lambda wrap: grads(wrap(body)(x), x))
+
+    @pytest.mark.parametrize("kind", CONTAINERS)
+    def test_an_input(self, kind: str) -> None:
+        x = leaf(3)
+        check(lambda wrap: grads(wrap(lambda d: torch.exp(torch.sin(d.h)))(CONTAINERS[kind](x * 2)), x))
+
+    @pytest.mark.parametrize("kind", CONTAINERS)
+    def test_what_replay_does_not_read_is_not_kept(self, kind: str) -> None:
+        def body(t: Tensor) -> Tensor:
+            made = saved(lambda t: CONTAINERS[kind](t * 2), "made")(t)
+            return made.h + torch.exp(t)
+
+        call = remat.checkpoint()(body)
+        x = leaf(64)
+        for _ in range(2):
+            with StorageTracker() as tracker:
+                tracker.ignore(x)
+                output = call(x)
+            gc.collect()  # a dict that is its own attributes is a cycle
+            assert tracker.alive_bytes(without=output) == 0
+            del output
+
+    def test_attributes_beside_the_items_of_a_tuple(self) -> None:
+        x = leaf(3)
+
+        def body(t: Tensor) -> Tensor:
+            made = saved(pair, "pair")(torch.sin(t))
+            made.note.mul_(2)
+            return torch.exp(made.note * made[0]) * made[1]
+
+        check(lambda wrap: grads(wrap(body)(x), x))
+
+    @pytest.mark.parametrize("make", [iter, lambda parts: zip(parts), lambda parts: (one for one in parts)])
+    def test_an_iterator_is_refused(self, make: Callable[[list[Any]], Any]) -> None:
+        x = leaf(3)
+        with pytest.raises(InvalidTypeError, match=r"c::parts.*\n*.*return a list"):
+            remat.checkpoint(region_name="c")(lambda t: sum(saved(lambda t: make([t, t]), "parts")(t)))(x)
+        with pytest.raises(InvalidTypeError, match="pass a list"):
+            remat.checkpoint(region_name="c")(lambda parts: sum(parts))(make([x, x]))
+
+
+class TestGradientsInsideABody:
+    """A backward inside recomputed code: right, or refused where replay has no graph for it."""
+
+    def energy(self, t: Tensor, recompute: bool) -> Tensor:
+        e = remat.region(lambda t: t * 2, "double", recompute=recompute)(t).pow(2).sum() + torch.exp(t).sum()
+        (force,) = torch.autograd.grad(e, t)
+        return torch.exp(t * force)
+
+    def test_through_a_save_region_it_is_refused(self) -> None:
+        for _ in range(2):
+            with pytest.raises(UnsupportedError, match="gradient through region c::double"):
+                remat.checkpoint(region_name="c")(lambda t: self.energy(t, False))(leaf(3))
+
+    def test_through_recomputed_code_it_is_right(self) -> None:
+        x = leaf(3)
+        check(lambda wrap: grads(wrap(lambda t: self.energy(t, True))(x * 1), x))
+
+    def test_beside_a_save_region_it_is_right(self) -> None:
+        x = leaf(3)
+
+        def body(t: Tensor) -> Tensor:
+            h = saved(torch.sin, "sin")(t)
+            (force,) = torch.autograd.grad(torch.exp(t).sum(), t)
+            return torch.exp(h * force)
+
+        check(lambda wrap: grads(wrap(body)(x * 1), x))
+
+    def test_inside_a_save_region_it_is_right(self) -> None:
+        x = leaf(3)
+        check(lambda wrap: grads(wrap(lambda t: torch.exp(saved(lambda t: self.energy(t, True), "all")(t)))(x * 1), x))
+
+    @pytest.mark.parametrize("kind", ["parameter", "captured leaf", "argument"])
+    def test_backward_that_adds_to_a_grad_from_outside_is_refused(self, kind: str) -> None:
+        w = nn.Parameter(leaf(3).detach()) if kind == "parameter" else leaf(3)
+
+        def body(t: Tensor, v: Tensor) -> Tensor:
+            (torch.sin(v if kind == "argument" else w) * t.detach()).sum().backward()
+            return torch.exp(t)
+
+        with pytest.raises(UnsupportedError, match=r"add to it a second time"):
+            remat.checkpoint(region_name="c")(body)(leaf(3), w)
+
+    def test_backward_to_a_leaf_of_its_own_is_right(self) -> None:
+        x = leaf(3)
+
+        def body(t: Tensor) -> Tensor:
+            own = t.detach().requires_grad_()
+            torch.sin(own).sum().backward()
+            return torch.exp(t * own.grad)
+
+        check(lambda wrap: grads(wrap(body)(x), x))
+
+
+class TestAfterTheLastSave:
+    """Code that swallows every exception, the one that ends replay included."""
+
+    def test_a_bare_except(self) -> None:
+        x = leaf(3)
+
+        def body(t: Tensor) -> Tensor:
+            try:
+                return torch.exp(torch.sin(t))
+            except:  # noqa: E722
+                return torch.exp(torch.cos(torch.exp(t)))
+
+        check(lambda wrap: grads(wrap(body)(x), x))
+
+
+class TestNothingIsLeft:
+    def test_a_stored_auxiliary_loss_holds_nothing_of_replay(self) -> None:
+        class Layer(nn.Module):
+            def forward(self, t: Tensor) -> Tensor:
+                h = torch.exp(t.sin() * 2)
+                self.aux = h.mean()
+                return torch.tanh(torch.sin(h))
+
+        layers, x = [Layer() for _ in range(3)], leaf(64)
+        x.grad = torch.zeros_like(x)
+
+        def run(wrap: Wrap) -> int:
+            with StorageTracker() as tracker:
+                tracker.ignore(x)
+                h = x
+                for layer in layers:
+                    h = wrap(layer)(h)
+                (h.sum() + sum(layer.aux for layer in layers)).backward()
+                del h
+            return tracker.alive_bytes()
+
+        assert run(lambda layer: remat.checkpoint()(layer)) == run(plain)
+
+    def test_an_exception_that_the_body_caught_holds_no_frame_of_replay(self) -> None:
+        def bad(t: Tensor) -> Tensor:
+            raise ValueError
+
+        alive = []
+
+        class Big:
+            pass
+
+        def body(t: Tensor) -> Tensor:
+            big = Big()
+            alive.append(weakref.ref(big))
+            with contextlib.suppress(ValueError):
+                saved(bad, "bad")(t)
+            return torch.exp(t.sin() * 2)
+
+        y = remat.checkpoint()(body)(leaf(3))
+        gc.disable()
+        try:
+            y.sum().backward(retain_graph=True)
+            assert [one() for one in alive] == [None, None]
+        finally:
+            gc.enable()
+
+
+class TestRequiresGrad:
+    @pytest.mark.parametrize("change", [Tensor.detach_, Tensor.requires_grad_])
+    def test_a_save_region_that_changes_it_on_its_argument_is_refused(self, change: Callable[[Tensor], Any]) -> None:
+        def body(t: Tensor) -> Tensor:
+            h = t * 2 if change is Tensor.detach_ else t.detach() * 2
+            saved(lambda one: [change(one), None][1], "change")(h)
+            return torch.exp(h * t)
+
+        with pytest.raises(ModifiedError, match="c::change"):
+            remat.checkpoint(region_name="c")(body)(leaf(3))
+
+    def test_a_save_region_that_writes_what_requires_a_gradient_is_not(self) -> None:
+        x = leaf(3)
+
+        def fill(buffer: Tensor, value: Tensor) -> None:
+            buffer.copy_(value)
+
+        def body(t: Tensor) -> Tensor:
+            buffer = torch.zeros_like(t)
+            saved(fill, "fill")(buffer, torch.sin(t))
+            return torch.exp(buffer * 2)
+
+        check(lambda wrap: grads(wrap(body)(x), x))
+
+
+class TestSlips:
+    """What is easily typed."""
+
+    def test_the_arguments_beside_the_function(self) -> None:
+        with pytest.raises(InvalidTypeError, match="takes the function alone"):
+            remat.checkpoint(region_name="a")(torch.sin, leaf(3))  # type: ignore[call-arg]
+
+    def test_an_argument_called_self(self) -> None:
+        x = leaf(3)
+
+        def body(t: Tensor, **options: Any) -> Tensor:
+            return torch.exp(saved(lambda t, **more: t * more["self"], "s")(t, **options))
+
+        check(lambda wrap: grads(wrap(body)(x, self=2.0), x))
+
+    @pytest.mark.parametrize("device", ["meta", "banana"])
+    def test_a_hook_for_a_generator_that_is_not_there(self, device: str) -> None:
+        with pytest.raises(InvalidValueError, match=device):
+            remat.GeneratorHook(device)
+
+    def test_an_internal_error_says_what_it_says_once(self) -> None:
+        import copy
+        import pickle
+
+        error = InternalError("oops")
+        assert str(copy.copy(error)) == str(pickle.loads(pickle.dumps(error))) == str(error)
+        assert str(error).count("internal error") == 1
