@@ -136,7 +136,7 @@ class TestP1AttributesOfModules:
     def test_p1_defaults_and_keywords(self, x: Tensor) -> None:
         default, keyword = tensor(), tensor()
 
-        def body(t: Tensor, u: Tensor | None, default: Tensor = default) -> Tensor:
+        def body(t: Tensor, u: Tensor, default: Tensor = default) -> Tensor:
             return torch.exp(t + default + u)
 
         for change in (default, keyword):
@@ -428,12 +428,16 @@ class TestP1HandedOnBesideTheOutputs:
         gc.disable()
         try:
             stored = []
-            for step in range(4):
+
+            def step(backward: bool) -> None:
                 output = checkpointed(x)
                 stored.append(weakref.ref(module.w))
-                if step < 2:
+                if backward:
                     output.sum().backward()
-            del output, module.w
+
+            for backward in (True, True, False, False):
+                step(backward)
+            del module.w
             assert [one() for one in stored] == [None] * 4
         finally:
             gc.enable()

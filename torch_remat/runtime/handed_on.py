@@ -34,10 +34,6 @@ class Reading(NamedTuple):
     regions: int  # region calls before it
 
 
-def _ignore(*_: Any) -> None:
-    pass
-
-
 class HandedOn:
     """On the tape of an observed call: what its replay has to read, and what is learned once it has."""
 
@@ -69,7 +65,7 @@ class Reads(TorchDispatchMode):
         super().__init__()
         self._tape = tape
         self._keys: set[int] = set()
-        self._host_reads = HostReads(lambda tensor, _: self._keys.update(storage_keys(tensor)), _ignore, _ignore)
+        self._host_reads = HostReads(lambda tensor, _: self._keys.update(storage_keys(tensor)))
         slots = [reference() for reference in tape.slots]
         # Those that this replay fills: it stops at the last one, before what nothing alive needs.
         self._waiting = [index for index, slot in enumerate(slots) if slot is not None and slot.tensor is None]

@@ -32,6 +32,10 @@ _READS = frozenset(("tolist", "numpy", "data_ptr", "untyped_storage", "__array__
 _MODE_DEPENDENT = frozenset(("ctc_loss",))
 
 
+def _ignore(*_: Any) -> None:
+    pass
+
+
 class HostReads:
     """Context manager: ``on_read(tensor, method)`` for every such read in this thread.
 
@@ -42,8 +46,8 @@ class HostReads:
     def __init__(
         self,
         on_read: Callable[[Tensor, str], None],
-        on_mode_dependent: Callable[[], None],
-        on_backward: Callable[[Any, Any, bool], None],
+        on_mode_dependent: Callable[[], None] = _ignore,
+        on_backward: Callable[[Any, Any, bool], None] = _ignore,
     ) -> None:
         self._on_backward = on_backward
         self._on_read = on_read
