@@ -233,3 +233,56 @@ def test_another_family(jobs, name):  # noqa: F811
     assert job.figures == expected.figures
     assert job.last("replays") == job.last("forwards")
     assert min(job.last("forwards")) >= 4
+
+
+# --- Model compilation
+
+COMPILED = ("--compile.enable", "--compile.backend=aot_eager")
+UNCOUNTED = {"TORCH_REMAT_ROWS_COLLECTIVES": ""}
+"""Nothing compiles under the counter of collectives."""
+
+
+@pytest.mark.parametrize("preset", ["none", "matmuls"])
+@pytest.mark.job
+def test_compiled_blocks(jobs, preset):  # noqa: F811
+    expected = jobs.run(*COMPILED, *mode("none"), **UNCOUNTED)
+    job = jobs.run(*COMPILED, *remat(preset=preset), **UNCOUNTED)
+    assert job.figures == expected.figures
+    assert "Compiling each TransformerBlock with torch.compile" in job.log
+    assert job.last("forwards") == [0, 0], "the blocks' checkpoints are in graphs"
+
+
+@pytest.mark.job
+def test_compiled_blocks_of_pipeline_stages(jobs):  # noqa: F811
+    expected = jobs.run(*COMPILED, *pipeline("1F1B"), *mode("none"), **UNCOUNTED)
+    job = jobs.run(*COMPILED, *pipeline("1F1B"), *remat(preset="matmuls"), **UNCOUNTED)
+    assert job.figures == expected.figures
+    assert job.last("forwards") == [0, 0]
+
+
+@needs_0_3  # on 0.2 the backward of DTensors in the host's compiled blocks fails, with and without us
+@pytest.mark.job
+def test_compiled_blocks_with_tensor_parallel(jobs):  # noqa: F811
+    expected = jobs.run(*COMPILED, *TENSOR_PARALLEL, *mode("none"), **UNCOUNTED)
+    job = jobs.run(*COMPILED, *TENSOR_PARALLEL, *remat(preset="communication"), **UNCOUNTED)
+    assert job.figures == expected.figures
+    assert job.last("forwards") == [0, 0]
+
+
+@pytest.mark.job
+def test_compiled_experts(jobs):  # noqa: F811
+    """On 0.2 the checkpoints of blocks with experts run eagerly, around compiled parts."""
+    parallel = (*family("deepseek_v3"), "--parallelism.expert_parallel_degree=2", "--training.local_batch_size=2")
+    parallel += () if SERIES == "0.2" else ("--parallelism.spmd_backend=partial_dtensor",)
+    expected = jobs.run(*COMPILED, *parallel, *mode("none"), **UNCOUNTED)
+    job = jobs.run(*COMPILED, *parallel, *remat(preset="matmuls"), **UNCOUNTED)
+    assert job.figures == expected.figures
+    assert job.last("replays") == job.last("forwards") == ([5, 5] if SERIES == "0.2" else [0, 0])
+    assert "is recomputed: it is compiled" not in job.log
+
+
+@pytest.mark.job
+def test_what_compiled_blocks_cannot_keep_stops_the_job(jobs):  # noqa: F811
+    job = jobs.run(*COMPILED, *remat(preset="none", determinism_check="bitwise"), fails=True, **UNCOUNTED)
+    assert job.status != 0
+    assert "To fix: leave determinism_check out, or check a short run without compile.enable." in job.log
