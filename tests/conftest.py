@@ -20,6 +20,8 @@ import helpers.limits as limits
 @pytest.fixture(params=engines.ENGINES, ids=lambda engine: engine.name)
 def engine(request: pytest.FixtureRequest) -> engines.EagerEngine:
     """The engine under test: contract tests run once for each."""
+    if request.param is engines.COMPILED:
+        request.getfixturevalue("fresh_compiler")
     return request.param
 
 
@@ -34,7 +36,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if not hasattr(item, "callspec") or item.callspec.params.get("engine") is not engines.COMPILED:
             continue
-        for mark in ("compiled", pytest.mark.usefixtures("fresh_compiler"), *map(_ignored, limits.WARNINGS)):
+        for mark in ("compiled", *map(_ignored, limits.WARNINGS)):
             item.add_marker(mark)
         name = limits.name_of(item.nodeid)
         reason = limits.reason_of(name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ from helpers.compare import compare, run_once
 from helpers.compiled import Graphs, Ready, names, operations
 from helpers.functions import SavesInternal
 from torch import Tensor, library
+from torch.nn.attention.flex_attention import flex_attention
 
 import torch_remat as remat
 
@@ -196,6 +198,27 @@ class TestPartition:
 
         compare_compiled(graphs, body, [x])
         assert list(graphs.kept) == ["mm"], "the first projection; the second is only added"
+
+    def test_p2_flex_attention(self, graphs: Graphs, x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+        """On CPU torch refuses its backward, although the operator has one: placement and numbers can be looked at."""
+        monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *_: None)
+
+        def attend(t: Tensor) -> Tensor:
+            q = t.float().reshape(1, 2, 6, 2)
+            return flex_attention(q, q * 2, q.tanh(), score_mod=lambda score, b, h, i, j: score + 0.1 * (i - j)).sum()
+
+        def body(t: Tensor, wrap: Callable[..., Any]) -> Tensor:
+            return wrap(attend)(t.sin()).cos()
+
+        expected = torch.autograd.grad(graphs.compile(lambda t: body(t, lambda f: f))(x), x)
+        for recompute in (False, True):
+            graphs.clear()
+            wrap = functools.partial(remat.region, name="attention", recompute=recompute)
+            got = torch.autograd.grad(graphs.compile(checkpointed(lambda t, wrap=wrap: body(t, wrap)))(x), x)
+            torch.testing.assert_close(got, expected)
+            assert names(graphs.forward).count("flex_attention") == 1
+            assert names(graphs.backward).count("flex_attention") == int(recompute)
+            assert names(graphs.backward).count("flex_attention_backward") == 1
 
     def test_nested_checkpoints_and_regions(self, graphs: Graphs, x: Tensor) -> None:
         def inner(t: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The contract suite on the compiled engine: what is expected to fail there, and why; what runs in every test run."""
+"""The contract suite on the compiled engine: what fails there, and why; what runs in every test run."""
 
 from __future__ import annotations
 
@@ -12,10 +12,8 @@ WARNINGS = (
     "ignore:.*autograd.function.Function.* should not be instantiated:DeprecationWarning",
 )
 
-# What of the suite is inherited: numbers, changes in place, how often bodies run, the ways into backward. Operations,
-# one by one under every policy, take minutes: `make compiled-tests`.
-_ALWAYS = ("TestP1ChangedInTheBody::", "TestP1ChangedBetween", "TestP2SaveBodyRunsOnce::", "TestP4Doors::")
-_WHEN_ASKED = ("TestP1Operations::",)
+# Of the suite, what is compiled in every test run. All of it takes long: `make compiled-tests`.
+_ALWAYS = ("TestP1ChangedInTheBody::", "TestP2SaveBodyRunsOnce::", "TestP4Doors::")
 
 
 def name_of(nodeid: str) -> str:
@@ -26,25 +24,39 @@ def name_of(nodeid: str) -> str:
 
 def is_run(name: str, *, asked: bool) -> bool:
     """Whether the test runs on the compiled engine, ``asked`` for or in every test run."""
-    if name in UNSTEADY or name.partition("[")[0] in UNSTEADY:
-        return False
-    return name.startswith(_ALWAYS) or (asked and name.startswith(_WHEN_ASKED))
+    return _reason(REPLAY, name) is None and (asked or name.startswith(_ALWAYS))
 
 
 def reason_of(name: str) -> str | None:
     """Why the test is expected to fail, or None."""
-    whole = name.partition("[")[0]
-    return next((reason for reason, tests in LIMITS.items() if name in tests or whole in tests), None)
+    return _reason(LIMITS, name)
+
+
+def _reason(table: dict[str, tuple[str, ...]], name: str) -> str | None:
+    names = {name, name.partition("[")[0], name.partition("::")[0]}
+    return next((reason for reason, tests in table.items() if not names.isdisjoint(tests)), None)
 
 
 LIMITS: dict[str, tuple[str, ...]] = {
-    "AOTAutograd refuses double backward": ("TestP4Doors::test_p4_double_backward",),
+    "AOTAutograd refuses double backward": (
+        "TestP2SaveBodyRunsOnce::test_p2_whatever_the_backward[create_graph]",
+        "TestP4Doors::test_p4_double_backward",
+        "TestP4Doors::test_p4_autograd_grad_inside_the_body",
+        "TestP4Doors::test_p4_autograd_grad_in_save_region_reaches_recomputed_code",
+    ),
     "the outputs of one graph have one backward together, with or without checkpoints": (
         "TestP4Doors::test_p4_disjoint_outputs_through_one_saved_region",
     ),
     "a change that backward cannot bear is refused by autograd, whose message does not name the checkpoint": (
         "TestP1ChangedInTheBody::test_p1_body_changes_its_input[True]",
         "TestP1ChangedInTheBody::test_p1_body_changes_its_input[None]",
+        "TestP1ChangedSurroundings::test_p1_closed_over_tensor_changes[closure-in place]",
+        "TestP1ChangedSurroundings::test_p1_closed_over_tensor_changes[attribute-in place]",
+        "TestP1ChangedSurroundings::test_p1_closed_over_tensor_changes[buffer-in place]",
+        "TestP1ChangedSurroundings::test_p1_closed_over_tensor_changes[dict-in place]",
+    ),
+    "a change that backward of eager code cannot bear may not matter to a graph, which saves other tensors": (
+        "TestP8InPlace::test_p8_in_place_that_eager_refuses_is_refused",
     ),
     "a graph keeps its input to compute a change of it again: refused by autograd where only SAVE regions read it": (
         "TestP1ChangedInTheBody::test_p1_changed_input_that_only_a_save_region_reads",
@@ -52,18 +64,79 @@ LIMITS: dict[str, tuple[str, ...]] = {
     "an output that eager code returns as a view is a tensor of its own in one graph": (
         "TestP1Operations::test_p1_one_code_object_many_functions",
     ),
+    "an output belongs to the node of its graph, not to that of the last operation": (
+        "TestP8Identity::test_p8_output_is_the_body_s_tensor",
+    ),
+    "gradients of one tensor are summed in another order: other last bits than eager code has": (
+        "TestP1Composition::test_p1_post_accumulate_hook_fires_once",
+        "TestP8InPlace::test_p8_in_place_on_checkpoint_output[t_-None]",
+        "TestP8InPlace::test_p8_in_place_on_checkpoint_output[t_-True]",
+        "TestP8InPlace::test_p8_in_place_on_checkpoint_output[t_-False]",
+    ),
+    "no Python runs in the backward of a graph: nothing to count there, and nothing that may fail": (
+        "TestP4SavedTensors::test_p4_split_backward_replays_once[----]",
+        "TestP4SavedTensors::test_p4_split_backward_replays_once[RRRR]",
+        "TestP7FailureLeavesNoTrace::test_p7_exception_in_replay",
+        "TestP7FailureLeavesNoTrace::test_p7_keyboard_interrupt_is_cleaned_up_too",
+        "TestP8Containers::test_p8_opaque_objects_are_the_same_objects_in_replay",
+    ),
+    "Dynamo gives up a function in which an error is raised while it traces it in replay; a retry is refused": (
+        "TestP4Doors::test_p4_retry_after_failed_replay",
+    ),
+    "a list that grows in every pass is compiled anew in every pass; past Dynamo's limit one replay is refused": (
+        "TestP8Containers::test_p8_out_of_a_region[return type-False]",
+        "TestP8Containers::test_p8_out_of_a_region[dataclass with mask-False]",
+        "TestP8Containers::test_p8_out_of_a_region[mixed dtypes-False]",
+    ),
+    "Dynamo traces no deeper than Python's recursion limit: sixty regions inside each other": (
+        "TestP1Bodies::test_p1_many_regions_and_deep_nesting",
+    ),
+    "a compiled part that hands out a tensor in forward only is two graphs, which may save other tensors: refused": (
+        "TestP4Doors::test_p4_escaped_intermediate_alone",
+        "TestP4Doors::test_p4_escaped_intermediates_and_output_in_turn",
+    ),
+    "tracing leaves objects to the garbage collector": (
+        "TestP5OneBlockAlive::test_p5_nothing_reachable_after_backward",
+        "TestP5OneBlockAlive::test_p5_nothing_reachable_after_forward_alone",
+    ),
+    "backend aot_eager recomputes under the autocast and the default dtype that backward is called under": (
+        "TestP1Autocast::test_p1_backward_inside_another_autocast",
+        "TestP1Autocast::test_p1_default_dtype_changed_before_backward",
+    ),
 }
-"""Reason -> tests; a name without parameters stands for all."""
+"""Reason -> tests that are expected to fail; a name without parameters stands for all."""
 
-UNSTEADY = {
-    "TestP1Operations::test_p1_every_policy[fft]",
-    "TestP4Doors::test_p4_autograd_grad_in_save_region_reaches_recomputed_code",
-    "TestP4Doors::test_p4_autograd_grad_inside_the_body",
-    "TestP4Doors::test_p4_retry_after_failed_replay",
-    "TestP2SaveBodyRunsOnce::test_p2_whatever_the_backward[create_graph]",
+REPLAY: dict[str, tuple[str, ...]] = {
+    "replay meets another body than forward did: a graph has no replay that could": ("TestDrift",),
+    "random numbers that replay would draw anew are refused: a graph keeps them, or draws the same again": (
+        "TestP1RandomNumbers::test_p1_refused_without_a_hook",
+        "TestP1RandomNumbers::test_p1_refused_when_it_first_happens_in_step_three",
+        "TestP1ThreadsAndRandomNumbers",
+    ),
+    "what a failed replay has filled is not used: a graph fills nothing": ("TestP7NothingOfAFailedReplayIsUsed",),
+    "placeholders stand for what replay skips: a graph has none": (
+        "TestIsPlaceholder",
+        "TestP3OnMissing",
+        "TestP3UnseenReaders",
+        "TestP3Operations",
+        "TestP3Threads",
+        "TestP3Ways",
+    ),
+    "bytes alive are counted under a dispatch mode, under which nothing is compiled; for graphs see tests/compile": (
+        "TestP3KeptBytes",
+        "TestP3Tables",
+        "TestP3Integers",
+        "TestP3Inputs",
+        "TestP3SecondBlock",
+        "TestP3InPlace",
+        "TestP3HookPairs",
+        "TestP3DenseBodies",
+        "test_p3_random_graphs",
+    ),
+    "a trace lists the regions that the eager runtime enters": ("TestTraces",),
+    "the body makes references to memory that Dynamo cannot trace": (
+        "TestP5OneBlockAlive::test_p5_saves_go_when_an_escaped_intermediate_dies",
+    ),
+    "a hundred functions, compiled one by one, take minutes": ("TestP1Bodies::test_p1_a_hundred_checkpoints",),
 }
-"""Left out; a name without parameters stands for all. The last bits of a Fourier transform depend on where its input
-lies in memory. Dynamo may trace ``torch.autograd.grad`` in a body, which AOTAutograd refuses, or leave it to Python. A
-function in which an error was raised while Dynamo traced it is never compiled again in the process: see
-``test_boundaries.py``. A double backward, which AOTAutograd refuses, works where Dynamo has left the body to Python.
-"""
+"""Reason -> tests about the replay of eager code, and a few others, not compiled; a class stands for its tests."""

@@ -72,30 +72,34 @@ def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
     return bool(torch.allclose(left, right, rtol=0.0, atol=0.0, equal_nan=True))
 
 
-def assert_same_tree(expected: Any, actual: Any, where: str = "result") -> None:
+def assert_same_tree(expected: Any, actual: Any, where: str = "result", *, ulps: int = 0) -> None:
     """Require equal containers, equal bits and equal autograd flags in two trees."""
     assert type(expected) is type(actual), f"{where}: {type(expected)} expected, got {type(actual)}"
     if isinstance(expected, torch.Tensor):
-        assert_same_tensor(expected, actual, where)
+        assert_same_tensor(expected, actual, where, ulps)
     elif isinstance(expected, Mapping):
         assert list(expected) == list(actual), f"{where}: keys {list(expected)} expected, got {list(actual)}"
         for key in expected:
-            assert_same_tree(expected[key], actual[key], f"{where}[{key!r}]")
+            assert_same_tree(expected[key], actual[key], f"{where}[{key!r}]", ulps=ulps)
     elif isinstance(expected, (tuple, list)):
         assert len(expected) == len(actual), f"{where}: length {len(expected)} expected, got {len(actual)}"
         for index, (left, right) in enumerate(zip(expected, actual, strict=True)):
-            assert_same_tree(left, right, f"{where}[{index}]")
+            assert_same_tree(left, right, f"{where}[{index}]", ulps=ulps)
     elif dataclasses.is_dataclass(expected) and not isinstance(expected, type):
         for field in dataclasses.fields(expected):
-            assert_same_tree(getattr(expected, field.name), getattr(actual, field.name), f"{where}.{field.name}")
+            left, right = getattr(expected, field.name), getattr(actual, field.name)
+            assert_same_tree(left, right, f"{where}.{field.name}", ulps=ulps)
     elif isinstance(expected, (int, float, complex, str, bytes, bool, type(None))):
         assert expected == actual, f"{where}: {expected!r} expected, got {actual!r}"
     else:
         assert expected is actual, f"{where}: another object of type {type(expected)}"
 
 
-def assert_same_tensor(expected: torch.Tensor, actual: torch.Tensor, where: str) -> None:
-    """Require equal bits, dtype, device, layout, strides and autograd flags."""
+def assert_same_tensor(expected: torch.Tensor, actual: torch.Tensor, where: str, ulps: int = 0) -> None:
+    """Require equal bits, dtype, device, layout, strides and autograd flags.
+
+    With ``ulps``, floating point may differ by so many units in the last place of the largest number.
+    """
     for name in ("dtype", "device", "layout", "shape", "requires_grad", "is_leaf"):
         left, right = getattr(expected, name), getattr(actual, name)
         assert left == right, f"{where}: {name} {left} expected, got {right}"
@@ -105,4 +109,13 @@ def assert_same_tensor(expected: torch.Tensor, actual: torch.Tensor, where: str)
         )
         assert expected._is_view() == actual._is_view(), f"{where}: view-ness differs"
     if expected.device.type != "meta":
-        assert same_bits(expected.detach(), actual.detach()), f"{where}: values differ\n{expected}\n{actual}"
+        same = same_bits(expected.detach(), actual.detach()) or (ulps and _nearly(expected, actual, ulps))
+        assert same, f"{where}: values differ\n{expected}\n{actual}"
+
+
+def _nearly(left: torch.Tensor, right: torch.Tensor, ulps: int) -> bool:
+    if not (left.is_floating_point() or left.is_complex()) or left.layout != torch.strided or not left.numel():
+        return False
+    left, right = left.detach(), right.detach()
+    most = ulps * torch.finfo(left.dtype).eps * float(left.abs().nan_to_num(0, 0, 0).max())
+    return torch.allclose(left, right, rtol=0.0, atol=most, equal_nan=True)

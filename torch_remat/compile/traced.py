@@ -49,6 +49,8 @@ def traced_checkpoint(call: Any, options: Any, function: Any, args: Any, kwargs:
             trace.leave_scope(scope)
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
+    if torch._C._len_torch_function_stack():
+        return _with_function_mode(call, options, function, args, kwargs)
 
     mark = trace.numbered(name)
 
@@ -134,6 +136,12 @@ _with_state_hooks = _breaks(
 _with_bitwise_check = _breaks(
     'checkpoint(determinism_check="bitwise") is not supported inside one graph of torch.compile: nothing there is at '
     'hand to compare. To fix: determinism_check="default", or compile without fullgraph=True.'
+)
+
+_with_function_mode = _breaks(
+    "a checkpoint inside a torch function mode (torch.device(...) as a context, torch.set_default_device) is not "
+    "supported inside one graph of torch.compile: torch leaves the mode out of checkpoints. To fix: enter the mode in "
+    "eager code only (name the device where tensors are made), or compile without fullgraph=True."
 )
 
 _joins_eagerly = _breaks(

@@ -11,15 +11,18 @@ of forward in front of all others.
 
 from __future__ import annotations
 
+import dis
 import os
 import sys
 import threading
 import types
 from typing import Any
 
+from torch import Tensor
+
 from torch_remat.runtime.dynamo import evaluator
 
-__all__ = ["compiles", "is_compiled", "pinned", "what_saves"]
+__all__ = ["compiles", "globals_of", "is_compiled", "is_same_program", "pinned", "what_saves"]
 
 
 _compiles: list[bool] = []
@@ -70,10 +73,83 @@ def what_saves() -> types.CodeType:
         frame = frame.f_back
 
 
+def globals_of(code: types.CodeType) -> dict[str, Any]:
+    """The globals of the running function with this code."""
+    frame = sys._getframe(1)
+    while frame.f_code is not code and frame.f_back is not None:
+        frame = frame.f_back
+    return frame.f_globals
+
+
 def is_compiled(code: types.CodeType) -> bool:
     """Whether Dynamo made ``code``."""
     # ``torch._dynamo.reset()`` forgets what a code was made of; the graphs that it calls have such names.
     return _original(code) is not None or any(name.startswith("__compiled_fn") for name in code.co_names)
+
+
+def is_same_program(one: types.CodeType, other: types.CodeType, namespace: dict[str, Any]) -> bool:
+    """Whether two compiled codes of one function call graphs that save the same tensors.
+
+    So do graphs of one program that differ by constants, such as a flag or a counter that guards told. A graph for any
+    length, or with another output (a tensor that the code keeps), may save others.
+    ``namespace`` are the globals of the function, where Dynamo puts graphs.
+    """
+    where = (one.co_filename, one.co_name, one.co_firstlineno)
+    if where != (other.co_filename, other.co_name, other.co_firstlineno):
+        return False
+    ends = _ends_of_graphs(one, namespace)
+    return _steps(one) == _steps(other) or (ends is not None and ends == _ends_of_graphs(other, namespace))
+
+
+def _steps(code: types.CodeType) -> list[tuple[str, Any]]:
+    return [(step.opname, _argument(step)) for step in dis.get_instructions(code)]
+
+
+def _argument(step: dis.Instruction) -> Any:
+    if step.opcode in dis.hasconst:
+        return None
+    if isinstance(step.argval, str) and step.argval.startswith(("__compiled_fn", "__resume_at")):
+        return "graph"  # each has a name of its own
+    return step.argval if step.opcode in dis.hasname else step.arg
+
+
+def _ends_of_graphs(code: types.CodeType, namespace: dict[str, Any]) -> list[tuple[int, int, int]] | None:
+    """The number of tensors into and out of each graph that ``code`` calls, and of lengths that it asks tensors for.
+
+    None if AOTAutograd did not make it. Numbers may come in and go out: a counter that is a constant of one graph.
+    """
+    found = [_made_by_aot_autograd(namespace.get(name)) for name in code.co_names if name.startswith("__compiled_fn")]
+    if not found or None in found:
+        return None
+    asked = sum(isinstance(step.argval, str) and step.argval in _LENGTHS for step in dis.get_instructions(code))
+    ends = []
+    for graph in found:
+        read = [one for one in graph.metadata.input_info if one.is_leaf or one.requires_grad]
+        made = [one for one in graph.metadata.output_info if issubclass(one.raw_type, Tensor)]
+        ends.append((len(read), len(made), asked))
+    return ends
+
+
+# What code made by Dynamo calls for a length that is an input of its graph.
+_LENGTHS = {f"{prefix}{name}" for name in ("size", "stride", "storage_offset") for prefix in ("", "call_")}
+
+
+def _made_by_aot_autograd(graph: Any) -> Any:
+    """The ``autograd.Function`` that ``graph`` wraps."""
+    seen, left = set(), [graph]
+    while left and len(seen) < 100:
+        one = left.pop()
+        owner = getattr(one, "__self__", None)
+        if isinstance(owner, type) and hasattr(owner, "metadata"):
+            return owner
+        if callable(one) and id(one) not in seen:
+            seen.add(id(one))
+            left.append(getattr(one, "__wrapped__", None))
+            left.extend(cell.cell_contents for cell in getattr(one, "__closure__", None) or () if cell != _EMPTY)
+    return None
+
+
+_EMPTY = types.CellType()
 
 
 def _original(code: types.CodeType) -> types.CodeType | None:

@@ -23,7 +23,7 @@ from torch_remat.errors import (
 )
 from torch_remat.runtime import events, placeholder
 from torch_remat.runtime.bitwise import maker_of, operation_of
-from torch_remat.runtime.compiled_code import is_compiled, what_saves
+from torch_remat.runtime.compiled_code import globals_of, is_compiled, is_same_program, what_saves
 from torch_remat.runtime.dynamo import eager_only
 from torch_remat.runtime.frame import Frame
 from torch_remat.runtime.graft import as_result
@@ -392,7 +392,15 @@ class ReplayFrame(Frame):
         """
         compiled = is_compiled(forward)
         if compiled is is_compiled(replay):
-            return
+            if not compiled or is_same_program(forward, replay, globals_of(replay)):
+                return
+            raise SavesDriftError(
+                f"Recomputed code of checkpoint {display_name(self.tape.name)} was compiled once more for replay, at "
+                f"{placeholder.user_line()}: the two graphs need not save the same tensors. The compiled function does "
+                f"in replay what it did not do in forward, or depends on what has changed since: "
+                f"remat.is_recomputing(), a counter, a container that grows, lengths that vary.\n"
+                f"To fix: do that outside of the compiled function, or compile around the checkpoint."
+            )
         there, here = ("compiled", "as plain Python") if compiled else ("as plain Python", "compiled")
         raise SavesDriftError(
             f"Recomputed code of checkpoint {display_name(self.tape.name)} ran {there} in forward and runs {here} in "
