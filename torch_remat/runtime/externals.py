@@ -140,7 +140,7 @@ class Seen:
 
 
 class SeenInGraph(Seen):
-    """With a tensor among them that has a graph of its own: held strongly on the tape it could be a cycle."""
+    """With a tensor among them that may have a graph of its own: held strongly on the tape it could be a cycle."""
 
     __slots__ = ()
 
@@ -179,7 +179,7 @@ def locate(root: Root, holders: tuple[Holder, ...]) -> list[Seen]:
             else:
                 places = _places(value, holder.entries)
                 tensors = [place.now() for place in places]
-            in_graph = not all(tensor.is_leaf for tensor in tensors)
+            in_graph = any(one.requires_grad and not isinstance(one, torch.nn.Parameter) for one in tensors)
             found.append((SeenInGraph if in_graph else Seen)(places, tensors))
         except _ABSENT:
             continue  # another object of the same code is built differently, or holds an inference tensor
