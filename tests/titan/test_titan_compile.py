@@ -16,7 +16,10 @@ from torch_remat_titan.options import RematOptions
 from torch_remat_titan.titan_0_2 import _fit_compiled_blocks
 
 # Dynamo looks at every attribute of the tensors that it gets.
-pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
+]
 
 NONE = frozenset()
 AGAIN = {
@@ -149,7 +152,6 @@ def test_parts_without_save_regions_stay_as_the_host_compiled_them():
 
 
 @needs_0_3
-@pytest.mark.slow
 def test_the_launcher_of_0_3_refuses_them_before_anything_is_built():
     done = python(
         "import sys\n"
