@@ -30,6 +30,7 @@ from torch_remat.runtime.tape import (
     Output,
     OutputKind,
     Tape,
+    attributes_of,
     gradient_of,
     plain_attributes,
     stride_of,
@@ -269,7 +270,7 @@ def _take_inputs(tape: Tape, args: tuple[Any, ...], kwargs: dict[str, Any], pair
             continue
         output = Output(OutputKind.KEPT, leaf, gradient_of(leaf))
         output.version = version_of(leaf)
-        output.attributes = plain_attributes(leaf)
+        output.attributes = plain_attributes(leaf) if pair is not None else attributes_of(leaf)
         if pair is not None:
             output.data = call_pack(pair, leaf, SavedTensorKind.CHECKPOINT_INPUT, None)
             output.unpack = pair.unpack

@@ -11,6 +11,7 @@ Storages are identified by weak references, so the graph keeps no memory alive.
 from __future__ import annotations
 
 import functools
+import gc
 import weakref
 from typing import Any, NamedTuple
 
@@ -28,6 +29,7 @@ __all__ = ["EXTERNAL", "INPUT", "OP", "OUTPUT", "STALE", "BodyGraph"]
 
 _sequence_nr = getattr(torch._C._autograd, "_get_sequence_nr", None)
 _NO_END = 1 << 63
+_use_count: Any = getattr(torch._C, "_storage_Use_Count", None)
 OP, INPUT, OUTPUT, EXTERNAL, STALE = range(5)
 
 
@@ -90,6 +92,7 @@ class BodyGraph:
         self.declared: set[tuple[int, int]] = set()
         self.rebuild_arguments: dict[int, set[int]] = {}
         self.kept: dict[int, set[int]] = {}  # region -> storages that its own saves keep
+        self.packed: set[int] = set()  # storages that hook pairs have packed for saves of regions
         self.output_keys: dict[tuple[int, int], set[int]] = {}  # (region, leaf) -> storages, also once hooks packed it
         self.makers: dict[tuple[str, int], int] = {}  # autograd node of an output -> graph node
         self.overwritten: dict[int, int] = {}  # a SAVE region modified another's output: node after -> node before
@@ -255,7 +258,7 @@ class BodyGraph:
         if alive and (to_end or not early_stop):
             last, end = len(self.nodes), _NO_END
         saves = [event.node for event in alive if event.node is not None]
-        roots = [root for root in self.roots if root < last]
+        roots = [root for root in (*self.roots, *self._stored(outputs)) if root < last]
         needed = self._slice(saves + roots)
         self._join_functions(outputs, end, needed)
         self._add_aliases(alive, needed)
@@ -293,6 +296,40 @@ class BodyGraph:
     def readings(self) -> list[Reading]:
         """What replay has to read because a SAVE region handed it on beside its outputs."""
         return [Reading(key, self._weak[key], self._made[key], *self._read_at[key]) for key in self.handed_on]
+
+    def _stored(self, outputs: list[Any]) -> list[int]:
+        """Nodes whose results somebody outside of the body has stored (``self.norm = h.norm()``).
+
+        The body has returned: what is alive, and neither returned nor saved by a SAVE region, is held by user state.
+        Replay will store it again, and must not store a placeholder.
+        """
+        if self.tape.check is not None or _use_count is None:
+            return []  # the check holds values of its own
+        returned = [one for one in outputs if isinstance(one, Tensor)]
+        elsewhere = {key for one in returned for key in storage_keys(one)} | self.packed.union(*self.kept.values())
+        of_regions = set().union(*self.output_keys.values())
+        candidates = {
+            key: node
+            for key, node in self.writer.items()
+            if key not in elsewhere and key in self._weak
+            if (kind := self.nodes[node].kind) == OUTPUT or (kind == OP and key not in of_regions)
+        }
+        if any(self._is_stored(key) for key in candidates):
+            gc.collect()  # functions inside the body that know themselves keep its variables until then
+        return [node for key, node in candidates.items() if self._is_stored(key)]
+
+    def _is_stored(self, key: int) -> bool:
+        """Whether a tensor that is not the tape's own lies in the storage."""
+        own = [
+            storage
+            for region in self.tape.order
+            for output in (*region.outputs, *(output for _, output in region.changed))
+            if isinstance(output.data, Tensor)
+            for storage in storages_of(output.data)
+            if storage._cdata == key
+        ]  # objects of Python, which count as one use together
+        uses = _use_count(key)
+        return bool(uses) and uses > len(own) + bool(own)
 
     def check_replay(self, slots: list[Slot], changed: list[tuple[str, Any]]) -> None:
         """Refuse what the replay just observed has read and should not have: what is no longer as forward left it.

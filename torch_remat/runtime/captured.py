@@ -64,9 +64,24 @@ def bound(function: Callable[..., Any], then: Captured) -> Callable[..., Any]:
         return function
     cells = {index: value for index, value in then.cells.items() if not _same(value, now.cells[index])}
     names = {name: value for name, value in then.globals.items() if not _same(value, now.globals[name])}
-    cells = {index: value for index, value in cells.items() if value not in (_MISSING, Tensor)}
-    names = {name: value for name, value in names.items() if value not in (_MISSING, Tensor)}
+    cells = {index: value for index, value in cells.items() if not (value is _MISSING or value is Tensor)}
+    names = {name: value for name, value in names.items() if not (value is _MISSING or value is Tensor)}
     return _copy(function, cells, names) if cells or names else function
+
+
+class _Namespace(dict[str, Any]):
+    """The globals of a function, of which some are bound to something else for it alone."""
+
+    def __init__(self, real: dict[str, Any], names: dict[str, Any]) -> None:
+        # What the interpreter takes from the dict itself when a function is made.
+        super().__init__({name: real[name] for name in ("__builtins__", "__name__") if name in real})
+        self._real = real
+        self._names = names
+
+    def __getitem__(self, name: str) -> Any:
+        """As any global is looked up."""
+        names = self._names if name in self._names else self._real
+        return names[name]
 
 
 def _copy(function: Any, cells: dict[int, Any], names: dict[str, Any]) -> Any:
@@ -78,7 +93,7 @@ def _copy(function: Any, cells: dict[int, Any], names: dict[str, Any]) -> Any:
         types.CellType(cells[index]) if index in cells else cell
         for index, cell in enumerate(function.__closure__ or ())
     ]
-    space = {**function.__globals__, **names} if names else function.__globals__
+    space = _Namespace(function.__globals__, names) if names else function.__globals__
     made = types.FunctionType(function.__code__, space, function.__name__, function.__defaults__, tuple(closure))
     made.__kwdefaults__ = function.__kwdefaults__
     made.__dict__.update(function.__dict__)

@@ -105,11 +105,12 @@ def changed(checkpoint: str | None, name: str) -> ModifiedError:
 class Seen:
     """The external tensors of one call that one holder led to, and their version counters then."""
 
-    __slots__ = ("_tensors", "places", "versions")
+    __slots__ = ("_tensors", "gradients", "places", "versions")
 
     def __init__(self, places: list[Place], tensors: list[Tensor]) -> None:
         self.places = places
         self.versions = [tensor._version for tensor in tensors]
+        self.gradients = [tensor.requires_grad for tensor in tensors]
         self._tensors: list[Any] = tensors
 
     def _then(self) -> list[Any]:
@@ -117,7 +118,10 @@ class Seen:
 
     def changed(self) -> str | None:
         """The name of one that was modified or replaced since; None when all are as they were."""
-        if [tensor._version for tensor in self._tensors] == self.versions:
+        tensors = self._tensors
+        if [one._version for one in tensors] == self.versions and [
+            one.requires_grad for one in tensors
+        ] == self.gradients:
             for place, tensor in zip(self.places, self._tensors, strict=True):
                 if place.now() is not tensor:
                     break
@@ -127,12 +131,16 @@ class Seen:
 
     def all_changed(self) -> Iterator[tuple[str, Any]]:
         """Names of those that were modified or replaced since, and what is there now."""
-        for place, tensor, version in zip(self.places, self._then(), self.versions, strict=True):
+        for place, tensor, version, required in zip(
+            self.places, self._then(), self.versions, self.gradients, strict=True
+        ):
             now = place.now()
             if tensor is None:
                 yield place.name, now
             elif tensor._version != version:
                 yield place.name, tensor
+            elif tensor.requires_grad is not required:
+                yield f"{place.name}.requires_grad", tensor
             elif now is not tensor and not (
                 place.is_parameter and (type(now) not in _PLAIN or type(tensor) not in _PLAIN)
             ):

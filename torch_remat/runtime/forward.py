@@ -507,7 +507,12 @@ def run_forward(frame: ForwardFrame, function: Any, args: Any, kwargs: Any) -> A
         try:
             observer = frame.observer
             if observer is not None:
-                with HostReads(observer.host_read, observer.mode_dependent, observer.inner_backward), observer:
+                with (
+                    HostReads(
+                        observer.host_read, observer.mode_dependent, observer.inner_backward, observer.gradient_hook
+                    ),
+                    observer,
+                ):
                     return function(*args, **kwargs)
             if frame.under_mode:
                 with SameOperations():

@@ -24,6 +24,11 @@ _PROTOCOLS = {  # by identity: code that Dynamo made holds constants that have n
 
 _BACKWARDS = {id(function.__code__) for function in (torch.autograd.grad, torch.autograd.backward)}
 
+_HOOKS = {
+    id(getattr(method, "__code__", None))
+    for method in (Tensor.register_hook, Tensor.register_post_accumulate_grad_hook)
+}
+
 _READS = frozenset(("tolist", "numpy", "data_ptr", "untyped_storage", "__array__", "__dlpack__", "share_memory_"))
 
 
@@ -40,7 +45,8 @@ class HostReads:
     """Context manager: ``on_read(tensor, method)`` for every such read in this thread.
 
     ``on_mode_dependent()`` is called before functions that do something else under a dispatch mode,
-    ``on_backward(outputs, inputs, accumulates)`` before autograd runs.
+    ``on_backward(outputs, inputs, accumulates)`` before autograd runs, ``on_hook(tensor)`` before a gradient hook is
+    registered.
     """
 
     def __init__(
@@ -48,7 +54,9 @@ class HostReads:
         on_read: Callable[[Tensor, str], None],
         on_mode_dependent: Callable[[], None] = _ignore,
         on_backward: Callable[[Any, Any, bool], None] = _ignore,
+        on_hook: Callable[[Tensor], None] = _ignore,
     ) -> None:
+        self._on_hook = on_hook
         self._on_backward = on_backward
         self._on_read = on_read
         self._on_mode_dependent = on_mode_dependent
@@ -70,6 +78,8 @@ class HostReads:
             self._on_mode_dependent()
         elif event == "call" and id(frame.f_code) in _PROTOCOLS:
             self._read(frame.f_locals.get("self"), str(frame.f_code.co_name), frame.f_back)
+        elif event == "call" and id(frame.f_code) in _HOOKS:
+            self._on_hook(frame.f_locals["self"])
         elif event == "call" and id(frame.f_code) in _BACKWARDS:
             given = frame.f_locals
             accumulates = "tensors" in given

@@ -16,7 +16,7 @@ from torch_remat.errors import UnsupportedError, display_name
 from torch_remat.runtime import externals
 from torch_remat.runtime.tape import Tape
 
-__all__ = ["check_inner_backward"]
+__all__ = ["check_inner_backward", "was_there"]
 
 _AccumulateGrad = torch._C._functions.AccumulateGrad
 
@@ -27,18 +27,27 @@ def check_inner_backward(tape: Tape, outputs: Any, inputs: Any, *, accumulates: 
     ``accumulates``: into ``.grad``.
     """
     starts, targets = _nodes(outputs), None if inputs is None else _nodes(inputs)
-    order = _walk(starts, tape.first_sequence_nr, targets or set())
+    order = _walk(starts)
+    first = tape.first_sequence_nr
     leading: set[Any] = set()  # nodes that lead to a target
     for node in order:
         wanted = type(node) is _AccumulateGrad if targets is None else node in targets
-        if wanted and accumulates and type(node) is _AccumulateGrad and _was_there(tape, node.variable):
+        adds = accumulates and not tape.guards and type(node) is _AccumulateGrad
+        if wanted and adds and was_there(tape, node.variable):
             raise UnsupportedError(
                 f"Recomputed code of checkpoint {display_name(tape.name)} calls backward() and so adds to the .grad of "
                 f"a leaf from outside, a {tuple(node.variable.shape)} tensor: replay would add to it a second time.\n"
                 f"To fix: use torch.autograd.grad, call backward() after the checkpoint, or do it in a region with "
-                f"recompute=False."
+                f"recompute=False, or under `if not remat.is_recomputing():`."
             )
         onward = any(edge in leading for edge, _ in node.next_functions)
+        above = [edge for edge, _ in node.next_functions if edge in leading and edge._sequence_nr() < first]
+        if node._sequence_nr() >= first and targets is not None and not targets.issuperset(above):
+            raise UnsupportedError(
+                f"Recomputed code of checkpoint {display_name(tape.name)} computes a gradient for something above the "
+                f"checkpoint's input, which in replay has no graph: the gradient would be without that part.\n"
+                f"To fix: pass what the gradient is for as an argument, or compute it outside of the checkpoint."
+            )
         name = _region_of(tape, node._sequence_nr()) if onward else None
         if name is not None:
             raise UnsupportedError(
@@ -70,8 +79,8 @@ def _nodes(given: Any) -> set[Any]:
     return found
 
 
-def _walk(starts: set[Any], first: int, targets: set[Any]) -> list[Any]:
-    """The nodes of the body that can be reached, each behind all that it leads to."""
+def _walk(starts: set[Any]) -> list[Any]:
+    """The nodes that can be reached, each behind all that it leads to."""
     order: list[Any] = []
     seen: set[Any] = set()
     pending: list[tuple[Any, bool]] = [(node, False) for node in starts]
@@ -79,16 +88,15 @@ def _walk(starts: set[Any], first: int, targets: set[Any]) -> list[Any]:
         node, left = pending.pop()
         if left:
             order.append(node)
-        elif node not in seen and (node._sequence_nr() >= first or node in targets):
+        elif node not in seen:
             seen.add(node)
             pending.append((node, True))
-            if node._sequence_nr() >= first:
-                pending.extend((edge, False) for edge, _ in node.next_functions if edge is not None)
+            pending.extend((edge, False) for edge, _ in node.next_functions if edge is not None)
     return order
 
 
-def _was_there(tape: Tape, leaf: Tensor) -> bool:
-    """Whether a leaf is a parameter, an argument, or captured: the body did not make it."""
-    if isinstance(leaf, torch.nn.Parameter) or any(output.data is leaf for output in tape.inputs):
+def was_there(tape: Tape, leaf: Tensor, *, inputs: bool = True) -> bool:
+    """Whether a tensor is a parameter, captured or (with ``inputs``) an argument: the body did not make it."""
+    if isinstance(leaf, torch.nn.Parameter) or (inputs and any(output.data is leaf for output in tape.inputs)):
         return True
     return bool(externals.find(externals.root_of(tape), lambda tensor: tensor is leaf))

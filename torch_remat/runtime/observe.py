@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torch_remat.errors import ModifiedError, RandomStateError, display_name
+from torch_remat.errors import ModifiedError, RandomStateError, UnsupportedError, display_name
 from torch_remat.runtime import externals
 from torch_remat.runtime.body_graph import OP, BodyGraph
 from torch_remat.runtime.generators import HostRandom, covered, drawing, is_default, random_message
 from torch_remat.runtime.graft import Seed
-from torch_remat.runtime.inner_backward import check_inner_backward
+from torch_remat.runtime.inner_backward import check_inner_backward, was_there
 from torch_remat.runtime.placeholder import METADATA_ONLY, runs_without_data, user_line
 from torch_remat.runtime.plan import Plan
 from torch_remat.runtime.tape import Kept, Output, OutputKind, Region, Slot, Tape
@@ -83,6 +83,7 @@ class Observer(TorchDispatchMode):
 
     def packed(self, region_index: int, tensor: Tensor) -> None:
         """A hook pair is about to pack what the SAVE region saves for its backward."""
+        self.graph.packed.update(storage_keys(tensor))
 
     def kept(self, region_index: int, tensor: Tensor, payload: weakref.ref[Kept]) -> None:
         """The SAVE region keeps ``tensor`` for its backward, as ``payload``."""
@@ -165,6 +166,17 @@ class Observer(TorchDispatchMode):
         """Autograd is about to run inside the body."""
         if self._in_region is None:
             check_inner_backward(self._tape, outputs, inputs, accumulates=accumulates)
+
+    def gradient_hook(self, tensor: Tensor) -> None:
+        """Recomputed code registers a gradient hook on ``tensor``."""
+        if self._in_region is None and not self._tape.guards and was_there(self._tape, tensor, inputs=False):
+            raise UnsupportedError(
+                f"Recomputed code of checkpoint {display_name(self._tape.name)} registers a gradient hook on a "
+                f"{tuple(tensor.shape)} tensor from outside, at {user_line()}: replay would register it a second time, "
+                f"before the gradient comes.\n"
+                f"To fix: register it before the checkpoint is called, in a region with recompute=False, or under "
+                f"`if not remat.is_recomputing():`."
+            )
 
     # --- The dispatch mode
 

@@ -129,13 +129,7 @@ class SaveOutputs:
         return output
 
     def _kept(self, tensor: Tensor, position: int) -> Output:
-        # Whether a view that was changed is a leaf is not asked: the answer would give it its new
-        # node now, before its next use, and backward would add up in another order.
-        output = Output(
-            OutputKind.KEPT,
-            None,
-            tensor.requires_grad if position < 0 and tensor._base is not None else gradient_of(tensor),
-        )
+        output = Output(OutputKind.KEPT, None, gradient_of(tensor))
         output.attributes = plain_attributes(tensor)
         step = self._step
         if step is not None and position in step.clone:

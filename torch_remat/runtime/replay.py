@@ -87,7 +87,7 @@ def _replay(tape: Tape, unfilled: int) -> None:
         else:
             _run(frame, tape, function, args, kwargs)
     except placeholder.PlaceholderError:
-        if tape.key is not None:
+        if tape.key is not None and tape.fits:  # a path that no plan fits is waited for already
             registry.forget(tape.key)  # the next call of this body is observed again
         _put_back(guard, tape)
         raise

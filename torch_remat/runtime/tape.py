@@ -41,6 +41,7 @@ __all__ = [
     "Spans",
     "Tape",
     "WeakStorage",
+    "attributes_of",
     "gradient_of",
     "plain_attributes",
     "stride_of",
@@ -66,23 +67,31 @@ def gradient_of(tensor: Tensor) -> int:
 
     A view made under no_grad says that it does where its base does, and gets none.
     """
-    if not tensor.requires_grad or not tensor.is_leaf:
-        return tensor.requires_grad
+    if not tensor.requires_grad:
+        return False
     base = tensor._base
+    if base is not None and tensor._version > 0:
+        return True  # asked for its node, a changed view makes a new one: backward would add up in another order
+    if not tensor.is_leaf:
+        return True
     return LEAF_GRADIENT if base is None or not base.requires_grad else BASE_GRADIENT
 
 
 _SIMPLE = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 
 
+def attributes_of(tensor: Tensor) -> dict[str, Any] | None:
+    """What user code has hung on ``tensor`` (``tensor.scale = 3.0``); None where there is nothing."""
+    attributes: dict[str, Any] = tensor.__dict__  # type: ignore[assignment]
+    return None if not attributes or is_traceable_wrapper_subclass(tensor) else attributes
+
+
 def plain_attributes(tensor: Tensor) -> dict[str, Any] | None:
-    """Simple values that user code has hung on ``tensor`` (``tensor.scale = 3.0``); None where there are none.
+    """The simple values among :func:`attributes_of`, for a tensor that the tape does not hold.
 
     Objects are left out: one that leads to a tensor of the graph would keep that alive for ever.
     """
-    attributes = tensor.__dict__
-    if not attributes or is_traceable_wrapper_subclass(tensor):
-        return None
+    attributes = attributes_of(tensor) or {}
     return {name: value for name, value in attributes.items() if isinstance(value, _SIMPLE)} or None
 
 
@@ -285,6 +294,7 @@ class Tape:
         "first_sequence_nr",
         "fits",
         "function",
+        "guards",
         "handed_on",
         "hooks",
         "inner_states",
@@ -341,6 +351,7 @@ class Tape:
         self.fits = False  # the learned plan fitted this call
         self.to_end = False  # replay must not stop early
         self.complete = False  # forward has ended
+        self.guards = False  # the body has asked is_recomputing(), and may do things once only
         self.released = False  # all living slots are filled for good: no further replay can be needed
         self.replays = 0
         self.reruns: set[str] | None = None  # SAVE regions that replay runs, for their outputs; None: an error instead
