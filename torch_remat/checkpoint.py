@@ -22,7 +22,7 @@ from torch_remat.runtime.captured import captured
 from torch_remat.runtime.dynamo import eager_only, tracing
 from torch_remat.runtime.forward import ForwardFrame, early_stop_allowed, run_forward
 from torch_remat.runtime.frame import current_frame, scopes
-from torch_remat.runtime.hooks import HookPair, SavedTensorKind, call_pack, native_pair, top_hooks
+from torch_remat.runtime.hooks import HookPair, SavedTensorKind, call_pack, native_pair, recomputes, top_hooks
 from torch_remat.runtime.hooks import saved_tensors_hooks as saved_tensors_hooks_context
 from torch_remat.runtime.plan import body_key
 from torch_remat.runtime.state import Ambient, RecomputeStateHook
@@ -302,6 +302,14 @@ def _joined(
     outer: Any, options: _Options, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """A checkpoint inside another one: nothing in a SAVE region, part of the outer one elsewhere."""
+    if recomputes(top_hooks()):
+        raise UnsupportedError(
+            f"Checkpoint {display_name(options.name)} is called in a torch.utils.checkpoint that is called in "
+            f"checkpoint {display_name(outer.tape.name)}: torch runs it again by itself, without the outer "
+            f"one, and the two would not save the same.\n"
+            f"To fix: take the torch.utils.checkpoint in between away; the checkpoint around it recomputes what is in "
+            f"it."
+        )
     if outer.inert:
         return function(*args, **kwargs)
     token = None if options.name is None else scopes.set((*scopes.get(), outer.inner_name(options.name)))

@@ -108,7 +108,18 @@ class TestLeaves:
 class TestCapturedVariables:
     """A variable that is bound to something else after forward: replay uses what forward found in it."""
 
-    KINDS = ("module", "number", "partial", "method", "nested", "default", "list", "assigned by its own code")
+    KINDS = (
+        "function",
+        "decorated",
+        "module",
+        "number",
+        "partial",
+        "method",
+        "nested",
+        "default",
+        "list",
+        "assigned by its own code",
+    )
 
     @pytest.mark.parametrize("kind", KINDS)
     def test_a_loop_variable(self, kind: str) -> None:
@@ -123,6 +134,12 @@ class TestCapturedVariables:
                 def scaled(t: Tensor, scale: float) -> Tensor:
                     return torch.exp(torch.sin(layer(t))) * scale
 
+                def inner(t: Tensor) -> Tensor:
+                    return torch.exp(torch.sin(layer(t)))
+
+                def decorated(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+                    return functools.wraps(function)(lambda t: function(t) * 2)
+
                 def bump() -> None:
                     nonlocal calls
                     calls += 1
@@ -132,6 +149,8 @@ class TestCapturedVariables:
                         return scaled(t, 2.0)
 
                 bodies: dict[str, Callable[[Tensor], Tensor]] = {
+                    "function": lambda t: inner(torch.sin(t)),
+                    "decorated": decorated(lambda t: torch.exp(layer(t))),
                     "module": lambda t: torch.exp(torch.sin(layer(t))),
                     "number": lambda t: torch.exp(torch.sin(layers[index](t) * index)),
                     "partial": functools.partial(scaled, scale=2.0),

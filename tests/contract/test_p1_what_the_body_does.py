@@ -81,6 +81,20 @@ class TestGradientsInsideABody:
         check(lambda wrap: grads(wrap(body)(x), x))
 
 
+class TestTorchsCheckpointInBetween:
+    """A checkpoint in a torch.utils.checkpoint in a checkpoint: torch would run the innermost without the outermost."""
+
+    @pytest.mark.parametrize("where", ["recomputed code", "SAVE region"])
+    def test_it_is_refused(self, where: str) -> None:
+        def between(t: Tensor) -> Tensor:
+            inner = remat.checkpoint(region_name="inner")(lambda t: torch.exp(torch.sin(t)))
+            return torch.utils.checkpoint.checkpoint(inner, t, use_reentrant=False)
+
+        body = between if where == "recomputed code" else lambda t: saved(between, "between")(t)
+        with pytest.raises(UnsupportedError, match=r"inner .* torch.utils.checkpoint .* outer"):
+            remat.checkpoint(region_name="outer")(body)(leaf(3))
+
+
 class TestNothingIsLeft:
     def test_a_stored_auxiliary_loss_holds_nothing_of_replay(self) -> None:
         class Layer(nn.Module):

@@ -22,50 +22,63 @@ from torch import Tensor
 __all__ = ["Captured", "bound", "captured"]
 
 _MISSING = object()
+_DEPTH = 4  # functions in the variables of functions
 _STORES = frozenset(("STORE_DEREF", "DELETE_DEREF", "STORE_GLOBAL", "DELETE_GLOBAL"))
 _SIMPLE = (bool, int, float, complex, str, bytes)
 
 
 class Captured(NamedTuple):
-    """What variables held: closure cells by index, globals by name."""
+    """What variables held: closure cells by index, globals by name; and the same of functions in the cells."""
 
     cells: dict[int, Any]
     globals: dict[str, Any]
+    inner: dict[int, Captured]
 
     def without(self, later: Captured | None) -> Captured | None:
         """Those that still hold the same in ``later``."""
         if later is None:
             return None
+        cells = {key: value for key, value in self.cells.items() if _same(value, later.cells[key])}
+        inner = {key: self.inner[key].without(later.inner.get(key)) for key in self.inner if key in cells}
         return Captured(
-            {key: value for key, value in self.cells.items() if _same(value, later.cells[key])},
+            cells,
             {key: value for key, value in self.globals.items() if _same(value, later.globals[key])},
+            {key: value for key, value in inner.items() if value is not None},
         )
 
 
-def captured(function: Callable[..., Any]) -> Captured | None:
+def captured(function: Callable[..., Any], depth: int = _DEPTH) -> Captured | None:
     """What the variables hold that ``function`` looks up outside of itself; None where it has none."""
     plain = _plain(function)
-    if plain is None:
+    if plain is None or depth == 0:
         return None
     indices, names = _looked_up(plain.__code__)
     if not indices and not names:
         return None
     space = plain.__globals__
-    return Captured(
-        {index: _content(plain, index) for index in indices},
-        {name: _noted(space.get(name, _MISSING)) for name in names},
-    )
+    cells = {index: _content(plain, index) for index in indices}
+    inner = {
+        index: found
+        for index, value in cells.items()
+        if type(value) is types.FunctionType and (found := captured(value, depth - 1)) is not None
+    }
+    return Captured(cells, {name: _noted(space.get(name, _MISSING)) for name in names}, inner)
 
 
 def bound(function: Callable[..., Any], then: Captured) -> Callable[..., Any]:
     """``function``, or a copy of it whose variables hold what they held then, where some hold something else now."""
-    now = captured(function)
+    now = captured(function, 1)
     if now is None:
         return function
     cells = {index: value for index, value in then.cells.items() if not _same(value, now.cells[index])}
     names = {name: value for name, value in then.globals.items() if not _same(value, now.globals[name])}
     cells = {index: value for index, value in cells.items() if not (value is _MISSING or value is Tensor)}
     names = {name: value for name, value in names.items() if not (value is _MISSING or value is Tensor)}
+    for index, inner in then.inner.items():
+        before = then.cells[index]
+        copied = bound(before, inner)
+        if copied is not before:
+            cells[index] = copied
     return _copy(function, cells, names) if cells or names else function
 
 
