@@ -43,3 +43,23 @@ def test_p1_gradient_belongs_to_the_numbers_that_were_drawn() -> None:
         (got,) = torch.autograd.grad(output.sum(), t)
         assert 0 < int((output == 0).sum()) < 256
         torch.testing.assert_close(got, output.detach())  # (c t)^2 at t = 2 has the derivative 2 c^2 t = (c t)^2
+
+
+@pytest.mark.parametrize("where", ["inside", "around"])
+def test_p1_kernels_that_follow_each_other(x: Tensor, where: str) -> None:
+    """Inductor makes buffers unseen and has them filled by ``mm(out=...)``: they are no tensors from outside."""
+    down, up = torch.linspace(-1, 1, 12, dtype=torch.float64).reshape(2, 6, 1).unbind()
+
+    def low_rank(t: Tensor) -> Tensor:
+        return torch.sin(t @ down @ up.t() @ down @ up.t()) + t
+
+    def body(t: Tensor) -> Tensor:
+        return low_rank(t.sin()).cos()
+
+    compiled = torch.compile(low_rank)
+    call = remat.checkpoint(region_name="b")(lambda t: compiled(t.sin()).cos())
+    if where == "around":
+        call = torch.compile(remat.checkpoint(region_name="b")(body))
+    (expected,) = torch.autograd.grad(body(x).sum(), x)
+    for _ in range(2):
+        torch.testing.assert_close(torch.autograd.grad(call(x).sum(), x)[0], expected)

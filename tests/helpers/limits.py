@@ -13,7 +13,7 @@ WARNINGS = (
 )
 
 # Of the suite, what is compiled in every test run. All of it takes long: `make compiled-tests`.
-_ALWAYS = ("TestP1ChangedInTheBody::", "TestP2SaveBodyRunsOnce::", "TestP4Doors::")
+_ALWAYS = ("TestP1ChangedInTheBody::", "TestP1ChangedBetween", "TestP2SaveBodyRunsOnce::", "TestP4Doors::")
 
 
 def name_of(nodeid: str) -> str:
@@ -54,8 +54,21 @@ LIMITS: dict[str, tuple[str, ...]] = {
         "TestP1ChangedSurroundings::test_p1_closed_over_tensor_changes[attribute-in place]",
         "TestP1ChangedSurroundings::test_p1_closed_over_tensor_changes[buffer-in place]",
         "TestP1ChangedSurroundings::test_p1_closed_over_tensor_changes[dict-in place]",
+        "TestP1TensorFromOutside::test_p1_changed_by_somebody_else",
+        "TestP1Ways::test_p1_body_reaches_functions_that_call_each_other",
     ),
-    "a change that backward of eager code cannot bear may not matter to a graph, which saves other tensors": (
+    "a change that eager code has to refuse may not matter to a graph, which saves other tensors and skips nothing": (
+        "TestP1OutputsInOneMemory::test_p1_different_dtypes_are_refused",
+        "TestP1TensorFromOutside::test_p1_read_and_modified[read, then modified-learned]",
+        "TestP1TensorFromOutside::test_p1_read_and_modified[read, then modified-new path]",
+        "TestP1TensorFromOutside::test_p1_read_and_modified[modified, then read-learned]",
+        "TestP1TensorFromOutside::test_p1_read_and_modified[modified, then read-new path]",
+        "TestP1TensorFromOutside::test_p1_read_and_modified[read on both sides-learned]",
+        "TestP1TensorFromOutside::test_p1_read_and_modified[read on both sides-new path]",
+        "TestP1TensorFromOutside::test_p1_read_and_modified[read through a view-learned]",
+        "TestP1TensorFromOutside::test_p1_read_and_modified[read through a view-new path]",
+        "TestP1ViewOfACapturedTensor::test_p1_the_refusal_comes_in_forward_and_names_the_region",
+        "TestP1Ways::test_p1_region_changes_what_it_captured_on_a_new_path",
         "TestP8InPlace::test_p8_in_place_that_eager_refuses_is_refused",
     ),
     "a graph keeps its input to compute a change of it again: refused by autograd where only SAVE regions read it": (
@@ -95,6 +108,21 @@ LIMITS: dict[str, tuple[str, ...]] = {
         "TestP4Doors::test_p4_escaped_intermediate_alone",
         "TestP4Doors::test_p4_escaped_intermediates_and_output_in_turn",
     ),
+    "what is compiled saves what its graph needs: neither the tensors of eager code nor their number": (
+        "TestSavedTensorsHooks::test_hooks_kinds_order_and_unpacks",
+        "TestSavedTensorsHooks::test_hooks_see_detached_saves_and_live_inputs",
+    ),
+    "hooks around the call of one graph pack without `current_saved_tensor_info()` and without `capture_context`": (
+        "TestSavedTensorsHooks::test_hooks_native_pair_gives_info_for_every_kind",
+        "TestSavedTensorsHooks::test_hooks_capture_context",
+    ),
+    "views have no `_base` in a graph": (
+        "TestSavedTensorsHooks::test_hooks_region_that_returns_another_part_of_its_argument_s_memory",
+    ),
+    "AOTAutograd takes no inference tensors for backward": (
+        "TestP1OtherKinds::test_p1_inference_tensor_as_argument[True]",
+        "TestP1OtherKinds::test_p1_region_that_makes_an_inference_tensor",
+    ),
     "tracing leaves objects to the garbage collector": (
         "TestP5OneBlockAlive::test_p5_nothing_reachable_after_backward",
         "TestP5OneBlockAlive::test_p5_nothing_reachable_after_forward_alone",
@@ -111,11 +139,14 @@ REPLAY: dict[str, tuple[str, ...]] = {
     "random numbers that replay would draw anew are refused: a graph keeps them, or draws the same again": (
         "TestP1RandomNumbers::test_p1_refused_without_a_hook",
         "TestP1RandomNumbers::test_p1_refused_when_it_first_happens_in_step_three",
+        "TestP1RandomNumbers::test_p1_random_numbers_of_one_way_of_a_body",
         "TestP1ThreadsAndRandomNumbers",
     ),
     "what a failed replay has filled is not used: a graph fills nothing": ("TestP7NothingOfAFailedReplayIsUsed",),
     "placeholders stand for what replay skips: a graph has none": (
         "TestIsPlaceholder",
+        "TestP1DTensor::test_p1_dtensor_placeholder_keeps_placements",
+        "TestP1WrapperSubclass::test_p1_two_tensor_placeholder_keeps_the_subclass",
         "TestP3OnMissing",
         "TestP3UnseenReaders",
         "TestP3Operations",
@@ -137,6 +168,12 @@ REPLAY: dict[str, tuple[str, ...]] = {
     "the body makes references to memory that Dynamo cannot trace": (
         "TestP5OneBlockAlive::test_p5_saves_go_when_an_escaped_intermediate_dies",
     ),
-    "a hundred functions, compiled one by one, take minutes": ("TestP1Bodies::test_p1_a_hundred_checkpoints",),
+    "torch compiles DTensors for the first process group of a process only; multi_gpu_tests compile them": (
+        "TestP1DTensor::test_p1_dtensor",
+    ),
+    "many functions, compiled one by one, take minutes": (
+        "TestP1Bodies::test_p1_a_hundred_checkpoints",
+        "TestP1Ways::test_p1_many_variants_of_one_generic_body",
+    ),
 }
 """Reason -> tests about the replay of eager code, and a few others, not compiled; a class stands for its tests."""

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
+import sys
 import warnings
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any
 
 import torch
@@ -38,7 +41,8 @@ def contexts() -> Any:
         )
         forward = _Forward()
         return forward, _Recomputation(forward)
-    pair = create_selective_checkpoint_contexts(_policy, allow_cache_entry_mutation=True)
+    policy = functools.partial(_policy, _ChangedInputs())
+    pair = create_selective_checkpoint_contexts(policy, allow_cache_entry_mutation=True)
     for context in pair:
         context.supports_higher_order_operators = True
     return pair
@@ -82,16 +86,67 @@ class _Recomputation:
         self._forward.hook.restore(self._outer.pop())
 
 
-def _policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+def _policy(changed: _ChangedInputs, context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    reads = changed.are_read(operation, args, kwargs)
     marks = traceback.current_meta.get("custom")
     if marks and SAVE_MARK in marks:
         # A view costs nothing to make again, and kept it would pin what it is a view of.
         return CheckpointPolicy.PREFER_RECOMPUTE if is_view(operation) else CheckpointPolicy.MUST_SAVE
     if any(isinstance(branch, torch.nn.Module) and _has_saves(branch) for branch in args):
         return CheckpointPolicy.MUST_SAVE  # control flow is kept as a whole
+    if reads:
+        return CheckpointPolicy.MUST_SAVE
     if _draws(operation, args, kwargs) and not _draws_the_same_again(operation):
         return CheckpointPolicy.MUST_SAVE
     return CheckpointPolicy.PREFER_RECOMPUTE
+
+
+class _ChangedInputs:
+    """The inputs that the graph which AOTAutograd traces now changes in place, and who reads them.
+
+    What reads one has to be kept: the graph hands the input itself to its backward, and changes it before that runs.
+    """
+
+    def __init__(self) -> None:
+        self._inputs: set[str] = set()
+        frame: FrameType | None = sys._getframe(2)
+        while frame is not None and not self._inputs:
+            for name in ("meta", "fw_metadata"):  # AOTAutograd tells nobody
+                inputs = getattr(frame.f_locals.get(name), "input_info", ())
+                self._inputs = {f"primals_{number}" for number, one in enumerate(inputs, 1) if one.mutates_data}
+            frame = frame.f_back
+        self._last = next(self._nodes(), None)
+
+    @staticmethod
+    def _nodes() -> Any:
+        """The nodes of the graph, last first."""
+        mode = proxy_tensor.get_proxy_mode()
+        return iter(()) if mode is None else reversed(mode.tracer.graph.nodes)
+
+    def are_read(self, operation: Any, args: Any, kwargs: Any) -> bool:
+        """Whether what ``operation`` has added to the graph reads one."""
+        if not self._inputs:
+            return False
+        new = list(itertools.takewhile(lambda node: node is not self._last, self._nodes()))
+        self._last = next(self._nodes(), None)
+        if "batch_norm" in str(operation) and _trains(operation, args, kwargs):
+            return False  # it only writes the running statistics
+        computing = [node for node in new if node.op == "call_function" and not is_view(node.target)]
+        return any(_viewed(one).name in self._inputs for node in computing for one in node.all_input_nodes)
+
+
+def _viewed(node: torch.fx.Node) -> torch.fx.Node:
+    """What ``node`` is a view of, in the end, or the node."""
+    while node.op == "call_function" and is_view(node.target):
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _trains(operation: Any, args: Any, kwargs: Any) -> bool:
+    for position, argument in enumerate(operation._schema.arguments):
+        if argument.name in ("training", "train"):
+            return bool(args[position] if position < len(args) else kwargs.get(argument.name))
+    return True
 
 
 def _has_saves(branch: torch.nn.Module) -> bool:
