@@ -38,7 +38,7 @@ __all__ = [
 
 _RAW = "_raw_saved_"
 _MOST_VIEWS = 16  # of views of views
-_AccumulateGrad = torch._C._functions.AccumulateGrad
+_LEAF_NUMBER = 1 << 62  # nodes that accumulate into leaves have the largest numbers
 _FAKE = ("FakeTensor", "FunctionalTensor")
 _no_dispatch = getattr(torch._C, "_DisableTorchDispatch", None)
 _grad_fn = vars(torch._C.TensorBase)["grad_fn"].__get__  # whatever a subclass has made of the attribute
@@ -234,9 +234,11 @@ def _leaf_storages(node: Any) -> set[int]:
 def _leaf_behind(node: Any) -> Tensor | None:
     """The leaf that a chain of nodes with one input each, as those of views are, leads to."""
     for _ in range(_MOST_VIEWS):
-        if type(node) is _AccumulateGrad:
+        if node is None:
+            break
+        if node._sequence_nr() >= _LEAF_NUMBER:
             return node.variable
-        before = () if node is None else node.next_functions
+        before = node.next_functions
         if len(before) != 1:
             break
         node = before[0][0]

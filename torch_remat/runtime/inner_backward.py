@@ -18,7 +18,7 @@ from torch_remat.runtime.tape import Tape
 
 __all__ = ["check_inner_backward", "was_there"]
 
-_AccumulateGrad = torch._C._functions.AccumulateGrad
+_LEAF_NUMBER = 1 << 62  # nodes that accumulate into leaves have the largest numbers
 
 
 def check_inner_backward(tape: Tape, outputs: Any, inputs: Any, *, accumulates: bool) -> None:
@@ -31,8 +31,9 @@ def check_inner_backward(tape: Tape, outputs: Any, inputs: Any, *, accumulates: 
     first = tape.first_sequence_nr
     leading: set[Any] = set()  # nodes that lead to a target
     for node in order:
-        wanted = type(node) is _AccumulateGrad if targets is None else node in targets
-        adds = accumulates and not tape.guards and type(node) is _AccumulateGrad
+        is_leaf = node._sequence_nr() >= _LEAF_NUMBER
+        wanted = is_leaf if targets is None else node in targets
+        adds = accumulates and not tape.guards and is_leaf
         if wanted and adds and was_there(tape, node.variable):
             raise UnsupportedError(
                 f"Recomputed code of checkpoint {display_name(tape.name)} calls backward() and so adds to the .grad of "
