@@ -15,8 +15,9 @@ PROJECT = Path(__file__).resolve().parents[2]
 TORCHRUN, SLURM = PROJECT / "scripts" / "launch_torchrun.sh", PROJECT / "scripts" / "launch_slurm.sh"
 
 
-@pytest.mark.slow
-def test_two_nodes_of_two_ranks_train_to_the_same_digits(tmp_path):
+def run_two_nodes(folder: Path) -> tuple[list[int], str]:
+    """Exit codes and everything written, by two agents on one machine."""
+    folder.mkdir()
     environment = {
         **os.environ,
         "PYTHON": sys.executable,
@@ -30,8 +31,8 @@ def test_two_nodes_of_two_ranks_train_to_the_same_digits(tmp_path):
     script = Path(__file__).with_name("train_two_steps.py")
     agents = []
     for node in range(2):
-        settings = {**environment, "LOG_DIR": str(tmp_path / f"logs{node}")}
-        with (tmp_path / f"node{node}.log").open("w") as log:
+        settings = {**environment, "LOG_DIR": str(folder / f"logs{node}")}
+        with (folder / f"node{node}.log").open("w") as log:
             command = [str(TORCHRUN), str(script)]
             agents.append(subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=settings))
     try:
@@ -39,7 +40,15 @@ def test_two_nodes_of_two_ranks_train_to_the_same_digits(tmp_path):
     finally:
         for agent in agents:
             agent.kill()
-    output = "".join(path.read_text() for path in sorted(tmp_path.rglob("*.log")))
+    return codes, "".join(path.read_text() for path in sorted(folder.rglob("*.log")))
+
+
+@pytest.mark.slow
+def test_two_nodes_of_two_ranks_train_to_the_same_digits(tmp_path):
+    codes, output = run_two_nodes(tmp_path / "first")
+    if codes != [0, 0] and "The connection to the C10d store has failed" in output:
+        # torchrun's agents lost each other: on a busy machine one may ask the store that the other has just closed.
+        codes, output = run_two_nodes(tmp_path / "second")
     assert codes == [0, 0], output
     lines = re.findall(r"node (\d) rank (\d) of 4 equal True losses (\[.*\])", output)
     assert sorted(rank for _, rank, _ in lines) == ["0", "1", "2", "3"], output
