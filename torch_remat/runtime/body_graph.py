@@ -75,6 +75,13 @@ def _is_among(wanted: set[int], reached: set[int], tensor: Tensor) -> bool:
     return bool(keys)
 
 
+def _is_stored(key: int, own: dict[int, list[Any]]) -> bool:
+    """Whether a tensor that is not the tape's own lies in the storage."""
+    mine = own.get(key, ())
+    uses = _use_count(key)
+    return bool(uses) and uses > len(mine) + bool(mine)  # the objects in ``own`` count as one use together
+
+
 def _keys_in(slot: Slot) -> list[int]:
     return [] if slot.tensor is None else storage_keys(slot.tensor)
 
@@ -314,22 +321,20 @@ class BodyGraph:
             if key not in elsewhere and key in self._weak
             if (kind := self.nodes[node].kind) == OUTPUT or (kind == OP and key not in of_regions)
         }
-        if any(self._is_stored(key) for key in candidates):
+        own = self._own_storages()
+        if any(_is_stored(key, own) for key in candidates):
             gc.collect()  # functions inside the body that know themselves keep its variables until then
-        return [node for key, node in candidates.items() if self._is_stored(key)]
+        return [node for key, node in candidates.items() if _is_stored(key, own)]
 
-    def _is_stored(self, key: int) -> bool:
-        """Whether a tensor that is not the tape's own lies in the storage."""
-        own = [
-            storage
-            for region in self.tape.order
-            for output in (*region.outputs, *(output for _, output in region.changed))
-            if isinstance(output.data, Tensor)
-            for storage in storages_of(output.data)
-            if storage._cdata == key
-        ]  # objects of Python, which count as one use together
-        uses = _use_count(key)
-        return bool(uses) and uses > len(own) + bool(own)
+    def _own_storages(self) -> dict[int, list[Any]]:
+        """The storages of persisted outputs, once for each tensor that the tape has in them."""
+        found: dict[int, list[Any]] = {}
+        for region in self.tape.order:
+            for output in (*region.outputs, *(output for _, output in region.changed)):
+                if isinstance(output.data, Tensor):
+                    for storage in storages_of(output.data):
+                        found.setdefault(storage._cdata, []).append(storage)
+        return found
 
     def check_replay(self, slots: list[Slot], changed: list[tuple[str, Any]]) -> None:
         """Refuse what the replay just observed has read and should not have: what is no longer as forward left it.

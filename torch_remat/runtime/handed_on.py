@@ -13,11 +13,10 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from torch.utils._python_dispatch import TorchDispatchMode
-
 from torch_remat.errors import ModifiedError, display_name
 from torch_remat.runtime.host_reads import HostReads
 from torch_remat.runtime.plan import Known, Plan
+from torch_remat.runtime.state import SameOperations
 from torch_remat.runtime.tape import Tape, WeakStorage
 from torch_remat.runtime.tensors import storage_keys, tensors_in
 
@@ -51,15 +50,8 @@ class HandedOn:
             self._plan = None
 
 
-class Reads(TorchDispatchMode):
+class Reads(SameOperations):
     """Around a replay: which memory it reads."""
-
-    supports_higher_order_operators = True
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Compiled functions stay compiled while we look."""
-        return True
 
     def __init__(self, tape: Tape) -> None:
         super().__init__()
