@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.alive import StorageTracker
-from helpers.programs import Wrap, check, grads, leaf, plain, saved
+from helpers.programs import DifferentiableOnce, Wrap, check, grads, leaf, plain, saved
 from torch import Tensor, nn
 
 import torch_remat as remat
@@ -69,6 +69,19 @@ class TestGradientsInsideABody:
 
         with pytest.raises(UnsupportedError, match=r"add to it a second time"):
             remat.checkpoint(region_name="c")(body)(leaf(3), w)
+
+    def test_what_eager_cannot_differentiate_again_is_eagers_error(self) -> None:
+        x = leaf(3)
+
+        def body(t: Tensor) -> Tensor:
+            mine = t.detach().requires_grad_()
+            (gradient,) = torch.autograd.grad(DifferentiableOnce.apply(mine), mine, mine * 1, create_graph=True)
+            gradient.sum().backward()
+            return torch.exp(t)
+
+        for wrap in (plain, remat.checkpoint()):
+            with pytest.raises(RuntimeError, match="twice"):
+                wrap(body)(x * 1)
 
     def test_backward_to_a_leaf_of_its_own_is_right(self) -> None:
         x = leaf(3)

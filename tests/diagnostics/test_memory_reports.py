@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.events import Hidden
+from helpers.programs import DifferentiableOnce
 from torch import Tensor
 
 import torch_remat as remat
@@ -228,6 +229,15 @@ class TestCurrent:
 
         outputs = [remat.checkpoint(region_name="b")(body)(leaf) for _ in range(2)]
         assert remat.saved_tensors_report(outputs).bytes == 0
+
+    def test_a_gradient_that_cannot_be_differentiated_again_is_walked(self):
+        """Its node has the number of a leaf's node, and is none."""
+        h = torch.zeros(6, requires_grad=True) * 2
+        upstream = torch.ones(6, requires_grad=True) * 2
+        (gradient,) = torch.autograd.grad(DifferentiableOnce.apply(h), h, upstream, create_graph=True)
+        assert gradient.grad_fn._sequence_nr() == (1 << 64) - 1
+        report = remat.saved_tensors_report((gradient.view(2, 3) * 2).sin())
+        assert [row.bytes for row in report.outside] == [gradient.nbytes]
 
     @pytest.mark.parametrize("shape", [(6, 9), (2, 3, 9), (1, 6, 9), (1, 1, 6, 9)])
     def test_a_linear_layer_on_a_leaf_keeps_nothing_but_its_output(self, shape: tuple[int, ...]):

@@ -10,9 +10,24 @@ from torch import Tensor
 
 import torch_remat as remat
 
-__all__ = ["Wrap", "check", "grads", "leaf", "plain", "saved"]
+__all__ = ["DifferentiableOnce", "Wrap", "check", "grads", "leaf", "plain", "saved"]
 
 Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+class DifferentiableOnce(torch.autograd.Function):
+    """Its gradients have a node that raises."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * 3
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return grad * x
 
 
 def saved(function: Callable[..., Any], name: str) -> Callable[..., Any]:

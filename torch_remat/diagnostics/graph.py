@@ -21,7 +21,7 @@ from torch.nn import Parameter
 from torch_remat.runtime.backward import Trigger
 from torch_remat.runtime.replay_frame import taken
 from torch_remat.runtime.tape import Kept, Packed, Slot, Spans, Tape
-from torch_remat.runtime.tensors import storage_keys
+from torch_remat.runtime.tensors import is_leaf_node, storage_keys
 
 __all__ = [
     "Live",
@@ -38,7 +38,6 @@ __all__ = [
 
 _RAW = "_raw_saved_"
 _MOST_VIEWS = 16  # of views of views
-_LEAF_NUMBER = 1 << 62  # nodes that accumulate into leaves have the largest numbers
 _FAKE = ("FakeTensor", "FunctionalTensor")
 _no_dispatch = getattr(torch._C, "_DisableTorchDispatch", None)
 _grad_fn = vars(torch._C.TensorBase)["grad_fn"].__get__  # whatever a subclass has made of the attribute
@@ -236,7 +235,7 @@ def _leaf_behind(node: Any) -> Tensor | None:
     for _ in range(_MOST_VIEWS):
         if node is None:
             break
-        if node._sequence_nr() >= _LEAF_NUMBER:
+        if is_leaf_node(node):
             return node.variable
         before = node.next_functions
         if len(before) != 1:

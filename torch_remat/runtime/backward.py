@@ -35,7 +35,6 @@ _graph_task_id = torch._C._current_graph_task_id
 _current_node = torch._C._current_autograd_node
 _keep_graph = getattr(_engine, "_get_current_graph_task_keep_graph", None)
 _will_execute = getattr(torch._C, "_will_engine_execute_node", None)
-_LEAF_SEQUENCE_NR = 1 << 62  # AccumulateGrad nodes have the largest number there is
 
 
 class Trigger:
@@ -194,7 +193,7 @@ def _leaves_work(tape: Tape) -> bool:
                 return True
         except RuntimeError:
             continue  # a leaf whose gradient autograd.grad captures: that work is done
-        if tape.first_sequence_nr <= number < _LEAF_SEQUENCE_NR:
+        if number >= tape.first_sequence_nr:  # a leaf ends here: it has nothing behind it
             pending.extend(edge for edge, _ in node.next_functions if edge is not None)
     return False
 

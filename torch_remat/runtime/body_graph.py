@@ -436,7 +436,7 @@ class BodyGraph:
         pending = [one.grad_fn for one in outputs if isinstance(one, Tensor) and one.grad_fn is not None]
         while pending:
             function = pending.pop()
-            if function in seen or function._sequence_nr() < first or function._sequence_nr() > 1 << 62:
+            if function in seen or function._sequence_nr() < first:
                 continue
             seen.add(function)
             following = [edge for edge, _ in function.next_functions if edge is not None]

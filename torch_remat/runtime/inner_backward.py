@@ -15,10 +15,9 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch_remat.errors import UnsupportedError, display_name
 from torch_remat.runtime import externals
 from torch_remat.runtime.tape import Tape
+from torch_remat.runtime.tensors import is_leaf_node
 
 __all__ = ["check_inner_backward", "was_there"]
-
-_LEAF_NUMBER = 1 << 62  # nodes that accumulate into leaves have the largest numbers
 
 
 def check_inner_backward(tape: Tape, outputs: Any, inputs: Any, *, accumulates: bool) -> None:
@@ -31,7 +30,7 @@ def check_inner_backward(tape: Tape, outputs: Any, inputs: Any, *, accumulates: 
     first = tape.first_sequence_nr
     leading: set[Any] = set()  # nodes that lead to a target
     for node in order:
-        is_leaf = node._sequence_nr() >= _LEAF_NUMBER
+        is_leaf = is_leaf_node(node)
         wanted = is_leaf if targets is None else node in targets
         adds = accumulates and not tape.guards and is_leaf
         if wanted and adds and was_there(tape, node.variable):

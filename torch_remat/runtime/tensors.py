@@ -15,6 +15,7 @@ from torch_remat.runtime.views import extent
 __all__ = [
     "copied_as_one",
     "fills_its_memory",
+    "is_leaf_node",
     "laid_out",
     "private_copies",
     "private_copy",
@@ -26,6 +27,14 @@ __all__ = [
     "views_like",
     "written_by",
 ]
+
+
+_AccumulateGrad = getattr(torch._C._functions, "AccumulateGrad")  # noqa: B009  (the stubs do not list it)
+
+
+def is_leaf_node(node: Any) -> bool:
+    """Whether an autograd node adds to the ``.grad`` of a leaf. A number does not tell: error nodes have the same."""
+    return type(node) is _AccumulateGrad
 
 
 def storage_keys(tensor: Tensor) -> list[int]:
