@@ -212,7 +212,7 @@ def _call(options: _Options, function: Callable[..., Any], args: tuple[Any, ...]
     if options.bitwise:
         tape.check = BitwiseCheck(tape, leaves)
     tape.ambient = Ambient()
-    tape.key = body_key(function, leaves, early_stop_allowed(), pair is not None)
+    tape.key = body_key(function, leaves, early_stop_allowed(), pair is not None, *map(type, options.hooks))
     if options.hooks:
         tape.hooks = options.hooks
         tape.states = [hook.snapshot() for hook in options.hooks]

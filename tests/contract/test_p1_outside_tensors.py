@@ -269,6 +269,94 @@ class Storing(torch.nn.Module):
         return torch.exp(save(self.attend, "attend")(torch.tanh(t)) * 2 + self.w * 3)
 
 
+class Averaging(torch.nn.Module):
+    """Replaces a running mean with a new one, before or after it reads it, or without ever reading it."""
+
+    def __init__(self, kind: str, order: str) -> None:
+        super().__init__()
+        self.order = order
+        if kind == "buffer":
+            self.register_buffer("mean", tensor())
+        else:
+            self.mean = tensor()
+
+    def update(self, t: Tensor) -> Tensor:
+        """The new mean."""
+        self.mean = self.mean * 0.9 + t.detach() * 0.1
+        return self.mean
+
+    def forward(self, t: Tensor) -> Tensor:
+        """As the order says."""
+        if self.order == "replaced and read":
+            return torch.exp(t * self.update(t))
+        if self.order == "read and replaced":
+            read = self.mean
+            self.update(t)
+            return torch.exp(t * read)
+        if self.order == "in a SAVE region":
+            return torch.exp(t * save(self.update, "mean")(t))
+        y = torch.exp(t * 2)
+        self.update(t)
+        return y
+
+
+class Restores:
+    """A state hook for a module's mean, by identity or by value."""
+
+    def __init__(self, module: Averaging, by: str) -> None:
+        self.module, self.by = module, by
+
+    def snapshot(self) -> Tensor:
+        return self.module.mean if self.by == "identity" else self.module.mean.clone()
+
+    def restore(self, state: Tensor) -> None:
+        self.module.mean = state if self.by == "identity" else state.clone()
+
+
+class Nothing:
+    """A state hook for something else."""
+
+    def snapshot(self) -> None:
+        return None
+
+    def restore(self, state: None) -> None:
+        return None
+
+
+@pytest.mark.parametrize("kind", ["buffer", "attribute"])
+class TestP1StateThatTheBodyReplaces:
+    """Replay would start from the new value: refused in forward, unless a state hook brings the old one back."""
+
+    @pytest.mark.parametrize("order", ["replaced and read", "read and replaced"])
+    @pytest.mark.parametrize("hooks", [(), (Nothing(),)], ids=["no hook", "a hook for something else"])
+    def test_p1_refused(self, x: Tensor, kind: str, order: str, hooks: tuple[Any, ...]) -> None:
+        module = Averaging(kind, order)
+        for _ in range(2):
+            with pytest.raises(ModifiedError, match=r"reads mean and puts another tensor in its place"):
+                remat.checkpoint(region_name="c", recompute_state_hooks=hooks)(module)(x)
+
+    @pytest.mark.parametrize("order", ["in a SAVE region", "not read"])
+    def test_p1_where_replay_does_not_read_it_all_is_well(self, x: Tensor, kind: str, order: str) -> None:
+        module, other = Averaging(kind, order), Averaging(kind, order)
+        other.mean = module.mean.clone()
+        checkpointed = remat.checkpoint(region_name="c")(module)
+        for _ in range(3):
+            for ours, plain in zip(calls(checkpointed, x), calls(other, x), strict=True):
+                assert torch.equal(ours, plain)
+
+    @pytest.mark.parametrize("order", ["replaced and read", "read and replaced"])
+    @pytest.mark.parametrize("by", ["identity", "value"])
+    def test_p1_with_a_state_hook_all_is_well(self, x: Tensor, kind: str, order: str, by: str) -> None:
+        module, other = Averaging(kind, order), Averaging(kind, order)
+        other.mean = module.mean.clone()
+        hooks = [Nothing(), Restores(module, by)]
+        checkpointed = remat.checkpoint(region_name="c", recompute_state_hooks=hooks)(module)
+        for _ in range(3):
+            for ours, plain in zip(calls(checkpointed, x), calls(other, x), strict=True):
+                assert torch.equal(ours, plain)
+            assert torch.equal(module.mean, other.mean)
+
+
 class TestP1HandedOnBesideTheOutputs:
     """A SAVE region that leaves a tensor somewhere for recomputed code."""
 

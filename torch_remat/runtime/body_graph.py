@@ -107,6 +107,7 @@ class BodyGraph:
         self.own_generators = False
         self.under_mode = False
         self.readers: dict[int, str] = {}  # source -> who reads it first, once there is a plan
+        self.read: set[int] = set()  # storages from outside that backward's tensors are computed from
         self.handed_on: list[int] = []  # storages that SAVE regions made and did not return, and that replay reads
         self.out_of_reach = False  # to one of them no path leads
         self._events: list[_Event] = []
@@ -271,6 +272,8 @@ class BodyGraph:
         self._add_aliases(alive, needed)
         writing = {node for node, _ in self.writes}
         self._check(needed, self._slice(saves + [root for root in roots if root not in writing]))
+        values = self._slice(saves + [root for root in self.roots if root < last])
+        self.read = {self.nodes[node].detail for node in values if self.nodes[node].kind == EXTERNAL}
         keep: dict[int, set[int]] = {}
         inputs: set[int] = set()
         for node in needed:
@@ -284,8 +287,11 @@ class BodyGraph:
                 continue  # what a region changed is kept all the same: another path after it may read it
             keep.setdefault(region_index, set()).add(position)
         shells = self._shells(needed, keep)
+        readers = {
+            self.nodes[node].detail: label for node, label in self.readers.items() if self.nodes[node].kind == OUTPUT
+        }
         steps = tuple(
-            self._step(index, region, keep.get(index, set()), shells.get(index, set()))
+            self._step(index, region, keep.get(index, set()), shells.get(index, set()), readers)
             for index, region in enumerate(self.tape.order)
         )
         wanted = {self.nodes[node].detail for node in needed if self.nodes[node].kind == EXTERNAL}
@@ -367,12 +373,11 @@ class BodyGraph:
                     shells.setdefault(region_index, set()).add(position)
         return shells
 
-    def _step(self, index: int, region: Region, keep: set[int], shells: set[int]) -> Step:
+    def _step(
+        self, index: int, region: Region, keep: set[int], shells: set[int], readers: dict[tuple[int, int], str]
+    ) -> Step:
         shared = self._with_siblings(index, region, keep)
         changed = dict(region.changed)
-        named = {
-            self.nodes[node].detail: label for node, label in self.readers.items() if self.nodes[node].kind == OUTPUT
-        }
         return Step(
             region.name,
             region.recompute,
@@ -387,7 +392,7 @@ class BodyGraph:
             frozenset(changed),
             frozenset(self._free(index, region, shared)),
             frozenset(self.rebuild_arguments.get(index, ())),
-            tuple((position, named[index, position]) for position in sorted(keep) if (index, position) in named),
+            tuple((position, readers[index, position]) for position in sorted(keep) if (index, position) in readers),
         )
 
     def _with_siblings(self, index: int, region: Region, keep: set[int]) -> set[int]:

@@ -26,7 +26,7 @@ from torch_remat.errors import ModifiedError, display_name
 from torch_remat.runtime.tape import OutputKind, Tape
 from torch_remat.runtime.tree import Static
 
-__all__ = ["Holder", "Root", "Seen", "changed", "find", "locate", "root_of"]
+__all__ = ["Before", "Holder", "Root", "Seen", "changed", "find", "locate", "root_of"]
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 _DEPTH = 3
@@ -113,7 +113,8 @@ class Seen:
         self.gradients = [tensor.requires_grad for tensor in tensors]
         self._tensors: list[Any] = tensors
 
-    def _then(self) -> list[Any]:
+    def then(self) -> list[Any]:
+        """The tensors of that call; None for one that is gone."""
         return self._tensors
 
     def changed(self) -> str | None:
@@ -132,7 +133,7 @@ class Seen:
     def all_changed(self) -> Iterator[tuple[str, Any]]:
         """Names of those that were modified or replaced since, and what is there now."""
         for place, tensor, version, required in zip(
-            self.places, self._then(), self.versions, self.gradients, strict=True
+            self.places, self.then(), self.versions, self.gradients, strict=True
         ):
             now = place.now()
             if tensor is None:
@@ -160,8 +161,33 @@ class SeenInGraph(Seen):
         """As for others."""
         return next((name for name, _ in self.all_changed()), None)
 
-    def _then(self) -> list[Any]:
+    def then(self) -> list[Any]:
+        """As for others."""
         return [reference() for reference in self._tensors]
+
+
+class Before:
+    """The tensors, parameters excepted, that paths led to before a body ran."""
+
+    def __init__(self, root: Root, keys: Callable[[Tensor], list[int]]) -> None:
+        holders = find(root, lambda tensor: not isinstance(tensor, torch.nn.Parameter))
+        self._seen = [(seen, [keys(tensor) for tensor in seen.then()]) for seen in locate(root, holders)]
+
+    def replaced(self, keys: set[int]) -> str | None:
+        """Where something else is now, with other values, if what was there lies in one of these storages."""
+        for seen, memories in self._seen:
+            for place, tensor, memory in zip(seen.places, seen.then(), memories, strict=True):
+                if not keys.isdisjoint(memory) and not _same(place.now(), tensor):
+                    return place.name
+        return None
+
+
+def _same(now: Any, then: Any) -> bool:
+    """One tensor, or two plain ones with the same values."""
+    if now is then or type(now) not in _PLAIN or type(then) not in _PLAIN:
+        return now is then and then is not None
+    alike = (now.dtype, now.device, now.shape) == (then.dtype, then.device, then.shape)
+    return alike and (now.is_meta or torch.equal(now, then))
 
 
 class Place(NamedTuple):

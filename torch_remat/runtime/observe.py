@@ -60,6 +60,7 @@ class Observer(TorchDispatchMode):
         self._region_writes: set[int] = set()
         self._region_made: set[int] = set()
         self._region_start = 0
+        self._before: externals.Before | None = None
         self._operations = 0  # that are running now
         self._host_random = HostRandom()
 
@@ -70,6 +71,7 @@ class Observer(TorchDispatchMode):
         for index, leaf in enumerate(leaves):
             if isinstance(leaf, Tensor):
                 self.graph.input(index, leaf)
+        self._before = externals.Before(externals.root_of(self._tape), storage_keys)
 
     def saved(self, slot: weakref.ref[Slot], tensor: Tensor) -> None:
         """Recomputed code saves ``tensor`` in ``slot``."""
@@ -321,7 +323,33 @@ class Observer(TorchDispatchMode):
     def plan(self, function: Any, outputs: list[Any], early_stop: bool) -> Plan:
         """The plan for the path just observed. Raises our errors for what no replay can reproduce."""
         self._check_host_random()
-        return self.graph.plan(function, outputs, early_stop)
+        plan = self.graph.plan(function, outputs, early_stop)
+        name = self._replaced()
+        if name is not None:
+            raise ModifiedError(
+                f"The body of checkpoint {display_name(self._tape.name)} reads {name} and puts another tensor in its "
+                f"place; a replay would read the new one, and compute something else.\n"
+                f"To fix: put that code in a region with recompute=False, or pass a state hook that restores {name} "
+                f"(recompute_state_hooks=...)."
+            )
+        return plan
+
+    def _replaced(self) -> str | None:
+        """Where replay would find another tensor than forward read, the state hooks having restored what they do."""
+        if self._before is None:
+            return None
+        read = self.graph.read
+        name = self._before.replaced(read)
+        if name is None or not self._tape.hooks:
+            return name
+        now = [hook.snapshot() for hook in self._tape.hooks]
+        try:
+            for hook, state in zip(self._tape.hooks, self._tape.states, strict=True):
+                hook.restore(state)
+            return self._before.replaced(read)
+        finally:
+            for hook, state in zip(self._tape.hooks, now, strict=True):
+                hook.restore(state)
 
     def check_replay(self) -> None:
         """Refuse what a replay, observed to its end, should not have read or drawn."""

@@ -204,7 +204,7 @@ _NUMBERS = (int, float, complex)
 _SMALL = 256
 
 
-def body_key(function: Any, leaves: list[Any], *circumstances: bool) -> BodyKey:
+def body_key(function: Any, leaves: list[Any], *circumstances: Any) -> BodyKey:
     """The key of a call of ``function`` with these argument leaves; ``circumstances`` are what else changes plans."""
     code, captured = _callable_key(function, _budget())
     return BodyKey(code, (captured, circumstances, tuple([_leaf_key(leaf) for leaf in leaves])))

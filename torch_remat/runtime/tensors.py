@@ -29,12 +29,9 @@ __all__ = [
 ]
 
 
-_AccumulateGrad = getattr(torch._C._functions, "AccumulateGrad")  # noqa: B009  (the stubs do not list it)
-
-
 def is_leaf_node(node: Any) -> bool:
     """Whether an autograd node adds to the ``.grad`` of a leaf. A number does not tell: error nodes have the same."""
-    return type(node) is _AccumulateGrad
+    return node.name() == "torch::autograd::AccumulateGrad"
 
 
 def storage_keys(tensor: Tensor) -> list[int]:
