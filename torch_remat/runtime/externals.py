@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import collections
 import functools
+import itertools
 import operator
 import types
 import weakref
@@ -63,11 +64,33 @@ class Entry(NamedTuple):
 
 
 class Holder(NamedTuple):
-    """A tensor (no entries) or module that is reachable from a root."""
+    """A tensor (no entries) or module that is reachable from a root. ``owners`` are the entries, in the same order."""
 
     name: str
     getter: Getter
-    entries: tuple[Entry, ...]
+    entries: tuple[Entry, ...] = ()
+    owners: tuple[tuple[tuple[str, ...], str, tuple[str, ...]], ...] = ()  # path, kind, keys
+
+    def named(self, index: int) -> str:
+        """The name of tensor ``index``."""
+        return self.entries[index].name if self.entries else self.name
+
+    def is_parameter(self, index: int) -> bool:
+        """Whether tensor ``index`` is a parameter of a module. FSDP swaps one for a sharded one, of another type."""
+        return bool(self.entries) and self.entries[index].kind == "_parameters"
+
+    def tensors(self, start: Any) -> list[Any]:
+        """What is there now, as seen from the module, or from the root of a tensor; None where there is nothing."""
+        if not self.owners:
+            return [self.getter(start)]
+        found: list[Any] = []
+        for path, kind, keys in self.owners:
+            owner = start
+            for part in path:
+                owner = None if owner is None else owner._modules.get(part)
+            content: Any = {} if owner is None else getattr(owner, kind)
+            found.extend(map(content.get, keys))
+        return found
 
 
 def find(root: Root, wanted: Callable[[Tensor], bool]) -> tuple[Holder, ...]:
@@ -85,11 +108,13 @@ def find(root: Root, wanted: Callable[[Tensor], bool]) -> tuple[Holder, ...]:
     for name, value, getter in _search(root):
         if isinstance(value, Tensor):
             if take(value):
-                found.append(Holder(name, getter, ()))
+                found.append(Holder(name, getter))
             continue
         entries = tuple(entry for entry, tensor in _module_entries(name, value) if take(tensor))
         if entries:
-            found.append(Holder(name, getter, entries))
+            owners = itertools.groupby(entries, lambda entry: (entry.path, entry.kind))
+            keys = tuple((*owner, tuple(entry.key for entry in of_owner)) for owner, of_owner in owners)
+            found.append(Holder(name, getter, entries, keys))
     return tuple(found)
 
 
@@ -103,67 +128,64 @@ def changed(checkpoint: str | None, name: str) -> ModifiedError:
 
 
 class Seen:
-    """The external tensors of one call that one holder led to, and their version counters then."""
+    """The external tensors of one call that one holder led to, and their version counters then.
 
-    __slots__ = ("_tensors", "gradients", "places", "versions")
+    Parameters are held; where a tensor among them may have a graph of its own, all are referred to weakly: held on the
+    tape it could be a cycle. Raises one of ``ABSENT`` where the holder leads to something else.
+    """
 
-    def __init__(self, places: list[Place], tensors: list[Tensor]) -> None:
-        self.places = places
+    __slots__ = ("_holder", "_start", "_tensors", "_weak", "gradients", "versions")
+
+    def __init__(self, holder: Holder, root: Root) -> None:
+        self._holder = holder
+        self._start: Any = holder.getter(root) if holder.owners else root
+        tensors = holder.tensors(self._start)
         self.versions = [tensor._version for tensor in tensors]
         self.gradients = [tensor.requires_grad for tensor in tensors]
-        self._tensors: list[Any] = tensors
+        self._weak = any(one.requires_grad and not isinstance(one, torch.nn.Parameter) for one in tensors)
+        self._tensors: list[Any] = [weakref.ref(tensor) for tensor in tensors] if self._weak else tensors
 
     def then(self) -> list[Any]:
         """The tensors of that call; None for one that is gone."""
-        return self._tensors
+        return [reference() for reference in self._tensors] if self._weak else self._tensors
+
+    def now(self) -> list[Any]:
+        """What is in their places."""
+        try:
+            return self._holder.tensors(self._start)
+        except ABSENT:
+            return [None] * len(self.versions)
+
+    def named(self, index: int) -> str:
+        """The name of tensor ``index``."""
+        return self._holder.named(index)
 
     def changed(self) -> str | None:
         """The name of one that was modified or replaced since; None when all are as they were."""
         tensors = self._tensors
-        if [one._version for one in tensors] == self.versions and [
-            one.requires_grad for one in tensors
-        ] == self.gradients:
-            for place, tensor in zip(self.places, self._tensors, strict=True):
-                if place.now() is not tensor:
-                    break
-            else:
-                return None
+        if (
+            not self._weak
+            and [one._version for one in tensors] == self.versions
+            and [one.requires_grad for one in tensors] == self.gradients
+            and all(map(operator.is_, tensors, self.now()))
+        ):
+            return None
         return next((name for name, _ in self.all_changed()), None)
 
     def all_changed(self) -> Iterator[tuple[str, Any]]:
         """Names of those that were modified or replaced since, and what is there now."""
-        for place, tensor, version, required in zip(
-            self.places, self.then(), self.versions, self.gradients, strict=True
-        ):
-            now = place.now()
+        for index, (tensor, now) in enumerate(zip(self.then(), self.now(), strict=True)):
+            name = self.named(index)
             if tensor is None:
-                yield place.name, now
-            elif tensor._version != version:
-                yield place.name, tensor
-            elif tensor.requires_grad is not required:
-                yield f"{place.name}.requires_grad", tensor
+                yield name, now
+            elif tensor._version != self.versions[index]:
+                yield name, tensor
+            elif tensor.requires_grad is not self.gradients[index]:
+                yield f"{name}.requires_grad", tensor
             elif now is not tensor and not (
-                place.is_parameter and (type(now) not in _PLAIN or type(tensor) not in _PLAIN)
+                self._holder.is_parameter(index) and (type(now) not in _PLAIN or type(tensor) not in _PLAIN)
             ):
-                yield place.name, now
-
-
-class SeenInGraph(Seen):
-    """With a tensor among them that may have a graph of its own: held strongly on the tape it could be a cycle."""
-
-    __slots__ = ()
-
-    def __init__(self, places: list[Place], tensors: list[Tensor]) -> None:
-        super().__init__(places, tensors)
-        self._tensors = [weakref.ref(tensor) for tensor in tensors]
-
-    def changed(self) -> str | None:
-        """As for others."""
-        return next((name for name, _ in self.all_changed()), None)
-
-    def then(self) -> list[Any]:
-        """As for others."""
-        return [reference() for reference in self._tensors]
+                yield name, now
 
 
 class Before:
@@ -176,9 +198,9 @@ class Before:
     def replaced(self, keys: set[int]) -> str | None:
         """Where something else is now, with other values, if what was there lies in one of these storages."""
         for seen, memories in self._seen:
-            for place, tensor, memory in zip(seen.places, seen.then(), memories, strict=True):
-                if not keys.isdisjoint(memory) and not _same(place.now(), tensor):
-                    return place.name
+            for index, (now, then, memory) in enumerate(zip(seen.now(), seen.then(), memories, strict=True)):
+                if not keys.isdisjoint(memory) and not _same(now, then):
+                    return seen.named(index)
         return None
 
 
@@ -190,63 +212,18 @@ def _same(now: Any, then: Any) -> bool:
     return alike and (now.is_meta or torch.equal(now, then))
 
 
-class Place(NamedTuple):
-    """Where an external tensor is: its name, a call that gets it, and whether it is a module's parameter.
-
-    FSDP swaps a parameter for a sharded one, of another type, between forward and backward.
-    """
-
-    name: str
-    now: Callable[[], Any]
-    is_parameter: bool
-
-
 def locate(root: Root, holders: tuple[Holder, ...]) -> list[Seen]:
     """What ``holders`` lead to from ``root``, as far as it is there."""
     found: list[Seen] = []
     for holder in holders:
         try:
-            value = holder.getter(root)
-            if not holder.entries:
-                places = [Place(holder.name, functools.partial(_now, holder.getter, root), False)]
-                tensors = [value]
-            else:
-                places = _places(value, holder.entries)
-                tensors = [place.now() for place in places]
-            in_graph = any(one.requires_grad and not isinstance(one, torch.nn.Parameter) for one in tensors)
-            found.append((SeenInGraph if in_graph else Seen)(places, tensors))
-        except _ABSENT:
+            found.append(Seen(holder, root))
+        except ABSENT:
             continue  # another object of the same code is built differently, or holds an inference tensor
     return found
 
 
-_ABSENT = (AttributeError, KeyError, IndexError, TypeError, ValueError, RuntimeError)
-
-
-def _now(getter: Getter, root: Root) -> Any:
-    try:
-        return getter(root)
-    except _ABSENT:
-        return None
-
-
-_known_places: weakref.WeakKeyDictionary[torch.nn.Module, tuple[Any, list[Place]]] = weakref.WeakKeyDictionary()
-
-
-def _places(module: torch.nn.Module, entries: tuple[Entry, ...]) -> list[Place]:
-    """Where ``entries`` are on ``module``; walked once per module."""
-    known = _known_places.get(module)
-    if known is not None and known[0] is entries:
-        return known[1]
-    places = []
-    for entry in entries:
-        owner: Any = module
-        for part in entry.path:
-            owner = owner._modules[part]
-        now = functools.partial(getattr(owner, entry.kind).get, entry.key)
-        places.append(Place(entry.name, now, entry.kind == "_parameters"))
-    _known_places[module] = (entries, places)
-    return places
+ABSENT = (AttributeError, KeyError, IndexError, TypeError, ValueError, RuntimeError)
 
 
 def _module_entries(name: str, module: torch.nn.Module) -> Iterator[tuple[Entry, Tensor | None]]:
