@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import gc
@@ -355,6 +356,77 @@ class TestP1StateThatTheBodyReplaces:
             for ours, plain in zip(calls(checkpointed, x), calls(other, x), strict=True):
                 assert torch.equal(ours, plain)
             assert torch.equal(module.mean, other.mean)
+
+
+class WarmingUp(torch.nn.Module):
+    """Changes its running mean from the third call on."""
+
+    def __init__(self, kind: str, order: str, *, guarded: bool) -> None:
+        super().__init__()
+        self.kind, self.order, self.guarded = kind, order, guarded
+        self.calls = 0
+        self.linear = torch.nn.Linear(3, 3, dtype=torch.float64)
+        self.register_buffer("mean", tensor())
+
+    def update(self, t: Tensor) -> None:
+        """In place, or by another tensor."""
+        if self.calls <= 2 or (self.guarded and remat.is_recomputing()):
+            return
+        if self.kind == "in place":
+            self.mean.mul_(0.9).add_(t.detach(), alpha=0.1)
+        else:
+            self.mean = self.mean * 0.9 + t.detach() * 0.1
+
+    def forward(self, t: Tensor) -> Tensor:
+        """As the order says; backward needs neither the change nor what comes after it."""
+        h = self.linear(t)
+        if self.order == "changed and read":
+            self.update(h)
+        y = torch.exp(h.sin() - self.mean)
+        if self.order == "read and changed":
+            self.update(h)
+        return y
+
+
+class TestP1StateThatTheBodyBeginsToChange:
+    """On a path that is known: refused in the first backward, and from then on in forward."""
+
+    @pytest.mark.parametrize("kind", ["in place", "replaced"])
+    @pytest.mark.parametrize("order", ["changed and read", "read and changed"])
+    @pytest.mark.parametrize("guarded", [False, True])
+    def test_p1_refused(self, x: Tensor, kind: str, order: str, guarded: bool) -> None:
+        module = WarmingUp(kind, order, guarded=guarded)
+        plain = copy.deepcopy(module)
+        checkpointed = remat.checkpoint(region_name="c")(module)
+        for call in range(5):
+            module.calls, plain.calls = call, call
+            if call <= 2:
+                for ours, expected in zip(calls(checkpointed, x), calls(plain, x), strict=True):
+                    assert torch.equal(ours, expected)
+                continue
+            with pytest.raises(ModifiedError, match=r"mean|modifies a tensor from outside"):
+                checkpointed(x).sum().backward()
+            if call == 3:
+                with pytest.raises(ModifiedError):
+                    checkpointed(x)
+
+    def test_p1_a_cache_that_grows_is_no_fault(self) -> None:
+        class Rotary(torch.nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.table = torch.arange(2.0, dtype=torch.float64)
+
+            def forward(self, t: Tensor) -> Tensor:
+                if len(t) > len(self.table):
+                    self.table = torch.arange(float(len(t)), dtype=torch.float64)
+                return torch.exp(t.sin() * self.table[: len(t)])
+
+        module, plain = Rotary(), Rotary()
+        checkpointed = remat.checkpoint(region_name="c")(module)
+        for length in (2, 2, 3, 3, 2, 5, 4, 7):
+            x = torch.linspace(0, 1, length, dtype=torch.float64).requires_grad_()
+            for ours, expected in zip(calls(checkpointed, x), calls(plain, x), strict=True):
+                assert torch.equal(ours, expected)
 
 
 class TestP1HandedOnBesideTheOutputs:

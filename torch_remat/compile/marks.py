@@ -111,9 +111,12 @@ class _ChangedInputs:
         self._inputs: set[str] = set()
         frame: FrameType | None = sys._getframe(2)
         while frame is not None and not self._inputs:
-            for name in ("meta", "fw_metadata"):  # AOTAutograd tells nobody
-                inputs = getattr(frame.f_locals.get(name), "input_info", ())
-                self._inputs = {f"primals_{number}" for number, one in enumerate(inputs, 1) if one.mutates_data}
+            # A look at `f_locals` makes a copy that lives as long as the frame, before Python 3.13. One of the caller's
+            # frame would hold the tensors in its variables.
+            if frame.f_globals.get("__name__", "").startswith("torch._functorch."):
+                for name in ("meta", "fw_metadata"):  # AOTAutograd tells nobody
+                    inputs = getattr(frame.f_locals.get(name), "input_info", ())
+                    self._inputs |= {f"primals_{number}" for number, one in enumerate(inputs, 1) if one.mutates_data}
             frame = frame.f_back
         self._last = next(self._nodes(), None)
 

@@ -516,7 +516,7 @@ class BodyGraph:
                 raise ModifiedError(
                     f"Recomputed code of checkpoint {display_name(self.tape.name)} modifies a tensor from outside in "
                     f"place ({where}) and reads it, too; a replay would read it as this call left it, modify it a "
-                    f"second time, and compute something else.\n"
-                    f"To fix: put that code in a region with recompute=False, or pass a state hook that restores the "
-                    f"tensor (recompute_state_hooks=...)."
+                    f"second time, and compute something else. (Whether is_recomputing() guards it is not looked at.)\n"
+                    f"To fix: put that code in a region with recompute=False that takes the tensor as an argument, or "
+                    f"pass a state hook that restores it (recompute_state_hooks=...)."
                 )

@@ -27,7 +27,7 @@ from torch_remat.errors import ModifiedError, display_name
 from torch_remat.runtime.tape import OutputKind, Tape
 from torch_remat.runtime.tree import Static
 
-__all__ = ["Before", "Holder", "Root", "Seen", "changed", "find", "locate", "root_of"]
+__all__ = ["Before", "Holder", "Root", "Seen", "changed", "changed_again", "find", "locate", "root_of"]
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 _DEPTH = 3
@@ -124,6 +124,16 @@ def changed(checkpoint: str | None, name: str) -> ModifiedError:
         f"{name}, which the body of checkpoint {display_name(checkpoint)} reads, was modified or replaced between "
         f"forward and backward; a replay would compute with the new value.\n"
         f"To fix: call backward before the optimizer step (or whatever changes {name})."
+    )
+
+
+def changed_again(checkpoint: str | None, name: str) -> ModifiedError:
+    """The error for an external tensor that the body reads and, since some later call, changes."""
+    return ModifiedError(
+        f"The body of checkpoint {display_name(checkpoint)} reads {name} and has begun to modify or replace it, which "
+        f"it did not in earlier calls; a replay would read another value than forward did.\n"
+        f"To fix: put that code in a region with recompute=False, or pass a state hook that restores {name} "
+        f"(recompute_state_hooks=...)."
     )
 
 

@@ -47,7 +47,7 @@ from torch_remat.runtime.host_reads import HostReads
 from torch_remat.runtime.labels import profiling, wrapped
 from torch_remat.runtime.observe import Observer, output_modified
 from torch_remat.runtime.placeholder import can_stand_in, meta_of
-from torch_remat.runtime.plan import Plan, Step, registry
+from torch_remat.runtime.plan import Plan, Step, merged, registry
 from torch_remat.runtime.region_outputs import SaveOutputs, note_address
 from torch_remat.runtime.region_saves import RegionSaves
 from torch_remat.runtime.region_writes import unobserved_writes
@@ -78,6 +78,7 @@ __all__ = ["ForwardFrame", "run_forward"]
 _reference = weakref.ref
 _nobody: Any = lambda: None
 """In place of the reference to a slot: for a save that takes a position and needs no replay."""
+_PATHS_TO_LOCATE = 4  # of a body that takes more, what it has begun to change is not looked for
 _sequence_nr = getattr(torch._C._autograd, "_get_sequence_nr", None) or int
 
 
@@ -104,6 +105,7 @@ class ForwardFrame(Frame):
         self.known = registry.known(key)
         self.layouts = self.known.layouts
         self.plans: list[Plan] = []
+        self.located: list[tuple[Plan, list[externals.Seen]]] = []
         self.observer: Observer | None = None
         self.under_mode = False
         tape.under_mode = bool(torch._C._len_torch_dispatch_stack())
@@ -115,6 +117,7 @@ class ForwardFrame(Frame):
             self.plans = self.known.plans
             self.under_mode = self.known.under_mode
             tape.under_mode = tape.under_mode or self.under_mode
+            self._locate()
         self.wraps = bool(events.region_called.listeners) or profiling()
         self.codes: list[Any] | None = None
         if tape.check is not None:
@@ -187,21 +190,17 @@ class ForwardFrame(Frame):
             steps = plans[0].steps
             if index < len(steps):
                 step = steps[index]
-                if (
-                    step.name == record.name
-                    and step.recompute is record.recompute
-                    and step.slots_before == record.slots_before
-                ):
+                if step.starts(record):
                     return step
             self._deviated()
             return None
-        fitting = [plan for plan in plans if index < len(plan.steps) and _starts(plan.steps[index], record)]
+        fitting = [plan for plan in plans if index < len(plan.steps) and plan.steps[index].starts(record)]
         self.plans = fitting
         if not fitting:
             self._deviated()
             return None
         steps_here = [plan.steps[index] for plan in fitting]
-        return _merged(steps_here)
+        return merged(steps_here)
 
     def _deviated(self) -> None:
         """No plan fits this call: keep what was dropped so far and is still alive."""
@@ -375,6 +374,7 @@ class ForwardFrame(Frame):
         self.hook = None
         self.leaves = []
         self.plans = []
+        self.located = []
         self.observer = None
 
     # --- The end of the body (rule 4)
@@ -391,8 +391,7 @@ class ForwardFrame(Frame):
             tape.watch_draws = plan.own_generators or self.known.suspect
             self.known.suspect = False
             if plan.externals:
-                tape.root = externals.root_of(tape)
-                tape.externals = externals.locate(tape.root, plan.externals)
+                self._settle_externals(plan)
         else:
             tape.to_end = True
             # Nobody has looked at this path; replay will, and then has to know what is as it was.
@@ -413,6 +412,31 @@ class ForwardFrame(Frame):
             if slot is not None and not slot.is_modified():
                 slot.probe = None
         tape.complete = True
+
+    def _locate(self) -> None:
+        """Note what replay will read from outside before the body can change it."""
+        reading = [plan for plan in self.plans if plan.externals]
+        if reading:
+            root = self.tape.root = externals.root_of(self.tape)
+            self.located = [(plan, externals.locate(root, plan.externals)) for plan in reading[:_PATHS_TO_LOCATE]]
+
+    def _settle_externals(self, plan: Plan) -> None:
+        """What replay will read from outside, as it is now.
+
+        What the body has changed of it would have been refused where the body was observed, if it did so then. Whether
+        forward read the old value or the new one nobody knows; if replay changes it again, it has read another one.
+        """
+        tape = self.tape
+        tape.externals = next((before for one, before in self.located if one is plan), [])
+        name = next((name for seen in tape.externals if (name := seen.changed()) is not None), None)
+        if name is not None and tape.guards and not tape.hooks:
+            self._forget()
+            raise externals.changed_again(tape.name, name)
+        if name is not None or not tape.externals:
+            tape.root = tape.root or externals.root_of(tape)
+            tape.externals = externals.locate(tape.root, plan.externals)
+        if name is not None:
+            tape.changes = tape.to_end = True
 
     def _settle(self, outputs: list[Any]) -> Plan | None:
         tape = self.tape
@@ -563,25 +587,3 @@ def persisted(record: Region) -> list[Output]:
     """The outputs of a SAVE region whose data is kept, and its arguments kept as it left them."""
     found = [output for output in record.outputs if output.kind is OutputKind.KEPT]
     return found + [output for _, output in record.changed] if record.changed else found
-
-
-def _starts(step: Step, record: Region) -> bool:
-    return step.name == record.name and step.recompute is record.recompute and step.slots_before == record.slots_before
-
-
-def _merged(steps: list[Step]) -> Step:
-    """Keep what any of ``steps`` keeps: which path this call takes is not known yet."""
-    first = steps[0]
-    if all(step == first for step in steps):
-        return first
-    return Step(
-        first.name,
-        first.recompute,
-        first.slots_before,
-        frozenset().union(*[step.keep for step in steps]),
-        frozenset().union(*[step.clone for step in steps]),
-        frozenset.intersection(*[step.shells for step in steps]),
-        frozenset.intersection(*[step.changed for step in steps]),
-        frozenset.intersection(*[step.free for step in steps]),
-        frozenset.intersection(*[step.rebuild for step in steps]),
-    )

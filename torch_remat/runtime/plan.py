@@ -21,7 +21,7 @@ from torch import Tensor
 
 from torch_remat.runtime.tree import Static
 
-__all__ = ["BodyKey", "Known", "Plan", "Registry", "Step", "body_key", "registry"]
+__all__ = ["BodyKey", "Known", "Plan", "Registry", "Step", "body_key", "merged", "registry"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +51,30 @@ class Step:
     """Leaves of the arguments that the region saves and that replay can make: dropped and rebuilt."""
     readers: tuple[tuple[int, str], ...] = ()
     """Who reads each kept leaf first, for people."""
+
+    def starts(self, record: Any) -> bool:
+        """Whether ``record``, of a region call that starts now, is of this step."""
+        return (
+            self.name == record.name and self.recompute is record.recompute and self.slots_before == record.slots_before
+        )
+
+
+def merged(steps: list[Step]) -> Step:
+    """Keep what any of ``steps`` keeps: which path this call takes is not known yet."""
+    first = steps[0]
+    if all(step == first for step in steps):
+        return first
+    return Step(
+        first.name,
+        first.recompute,
+        first.slots_before,
+        frozenset().union(*[step.keep for step in steps]),
+        frozenset().union(*[step.clone for step in steps]),
+        frozenset.intersection(*[step.shells for step in steps]),
+        frozenset.intersection(*[step.changed for step in steps]),
+        frozenset.intersection(*[step.free for step in steps]),
+        frozenset.intersection(*[step.rebuild for step in steps]),
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -287,6 +287,7 @@ class Tape:
         "__weakref__",
         "ambient",
         "captured",
+        "changes",
         "check",
         "codes",
         "complete",
@@ -341,6 +342,7 @@ class Tape:
         # Parameters, buffers and captured tensors with their versions: those that replay reads, or all if not ``fits``.
         self.externals: list[Any] = []
         self.root: Any = None  # from where they were found
+        self.changes = False  # the body itself has changed one of them, and did not when it was observed
         self.handed_on: Any = None  # what SAVE regions handed on beside their outputs; see handed_on.py
         self.first_sequence_nr = 0  # autograd nodes of this body have at least this number
         self.key: Any = None  # under which the plans of this body are registered
