@@ -19,6 +19,7 @@ from torch import Tensor, library
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -287,6 +288,20 @@ class TestEntryPoints:
         compare(block, [x], params=[WEIGHT], engine=Ready(call))
         assert len(graphs.forward) == 1
         assert names(graphs.backward).count("noted") == 1, "the RECOMPUTE region"
+
+    @pytest.mark.parametrize("fullgraph", [True, False])
+    def test_p5_compilation_holds_nothing_of_its_caller(self, fullgraph: bool) -> None:
+        """Not even until the caller returns, and in the very call that compiles."""
+        x = torch.randn(4, 6, dtype=torch.float64, requires_grad=True)
+        body = remat.checkpoint(region_name="b")(lambda t: torch.exp(remat.region(torch.sin, "s", recompute=False)(t)))
+        call = torch.compile(lambda t: body(t), backend="aot_eager", fullgraph=fullgraph)
+        with gc_off():
+            given = x * 1
+            ref = StorageWeakRef(given.untyped_storage())
+            output = call(given)
+            del given
+            output.sum().backward()
+            assert ref.expired()
 
 
 class TestGraphBreaks:

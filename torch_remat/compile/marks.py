@@ -111,12 +111,11 @@ class _ChangedInputs:
         self._inputs: set[str] = set()
         frame: FrameType | None = sys._getframe(2)
         while frame is not None and not self._inputs:
-            # A look at `f_locals` makes a copy that lives as long as the frame, before Python 3.13. One of the caller's
-            # frame would hold the tensors in its variables.
-            if frame.f_globals.get("__name__", "").startswith("torch._functorch."):
-                for name in ("meta", "fw_metadata"):  # AOTAutograd tells nobody
-                    inputs = getattr(frame.f_locals.get(name), "input_info", ())
-                    self._inputs |= {f"primals_{number}" for number, one in enumerate(inputs, 1) if one.mutates_data}
+            # Before Python 3.13, a look at a frame's locals copies them, and the copy lives as long as the frame.
+            # A copy of the caller's would hold tensors for longer.
+            if "fw_metadata" in frame.f_code.co_varnames:  # AOTAutograd tells nobody
+                inputs = getattr(frame.f_locals.get("fw_metadata"), "input_info", ())
+                self._inputs = {f"primals_{number}" for number, one in enumerate(inputs, 1) if one.mutates_data}
             frame = frame.f_back
         self._last = next(self._nodes(), None)
 

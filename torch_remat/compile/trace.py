@@ -130,7 +130,7 @@ def unguarded(variable: str, attribute: str | None = None) -> str | None:
 def _caller() -> Any:
     """Dynamo's object for the function that it is in, which may be inlined."""
     frame: FrameType | None = sys._getframe(2)
-    while frame is not None and "tx" not in frame.f_code.co_varnames:  # `f_locals` may hold tensors for longer
+    while frame is not None and "tx" not in frame.f_locals:
         frame = frame.f_back
     return None if frame is None else frame.f_locals["tx"]
 
