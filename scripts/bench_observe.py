@@ -35,6 +35,7 @@ from bench_overhead_cases import THREE_SAVED, StackCase  # noqa: E402
 
 import torch_remat as remat  # noqa: E402
 from torch_remat.runtime import plan  # noqa: E402
+from torch_remat.runtime.body_key import BodyKey  # noqa: E402
 
 LIMIT = 10
 
@@ -55,7 +56,7 @@ class Timed(NamedTuple):
 def forget() -> None:
     """The next call of any body is its first."""
     for code in tuple(plan.registry._known):
-        plan.registry.forget(plan.BodyKey(code, None))
+        plan.registry.forget(BodyKey(code, None))
 
 
 class Dense:

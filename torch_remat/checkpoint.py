@@ -18,13 +18,13 @@ from torch_remat.errors import InvalidTypeError, InvalidValueError, UnsupportedE
 from torch_remat.runtime import events
 from torch_remat.runtime.backward import Trigger, unpacker
 from torch_remat.runtime.bitwise import BitwiseCheck
+from torch_remat.runtime.body_key import body_key
 from torch_remat.runtime.captured import captured
 from torch_remat.runtime.dynamo import eager_only, tracing
 from torch_remat.runtime.forward import ForwardFrame, early_stop_allowed, run_forward
 from torch_remat.runtime.frame import current_frame, scopes
 from torch_remat.runtime.hooks import HookPair, SavedTensorKind, call_pack, native_pair, recomputes, top_hooks
 from torch_remat.runtime.hooks import saved_tensors_hooks as saved_tensors_hooks_context
-from torch_remat.runtime.plan import body_key
 from torch_remat.runtime.state import Ambient, RecomputeStateHook
 from torch_remat.runtime.tape import (
     Output,
@@ -212,7 +212,8 @@ def _call(options: _Options, function: Callable[..., Any], args: tuple[Any, ...]
     if options.bitwise:
         tape.check = BitwiseCheck(tape, leaves)
     tape.ambient = Ambient()
-    tape.key = body_key(function, leaves, early_stop_allowed(), pair is not None, *map(type, options.hooks))
+    circumstances = early_stop_allowed(), pair is not None, *map(type, options.hooks)
+    tape.key = body_key(function, leaves, *circumstances, trained=tape.trained)
     if options.hooks:
         tape.hooks = options.hooks
         tape.states = [hook.snapshot() for hook in options.hooks]

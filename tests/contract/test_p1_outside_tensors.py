@@ -17,7 +17,8 @@ from torch import Tensor
 
 import torch_remat as remat
 from torch_remat.errors import ModifiedError
-from torch_remat.runtime.plan import Registry, body_key
+from torch_remat.runtime.body_key import body_key
+from torch_remat.runtime.plan import Registry
 
 TABLE = torch.ones(3, dtype=torch.float64)
 

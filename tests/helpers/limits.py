@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 
+import torch
+
 # Dynamo and AOTAutograd look at gradients of tensors that have none to look at, and warn of themselves and of what they
 # leave to Python.
 WARNINGS = (
@@ -27,9 +29,20 @@ def is_run(name: str, *, asked: bool) -> bool:
     return _reason(REPLAY, name) is None and (asked or name.startswith(_ALWAYS))
 
 
-def reason_of(name: str) -> str | None:
-    """Why the test is expected to fail, or None."""
-    return _reason(LIMITS, name)
+def reason_of(name: str, version: str = torch.__version__) -> str | None:
+    """Why the test is expected to fail with this ``version`` of torch, or None."""
+    reason = _reason({reason: tests for reason, tests in LIMITS.items() if _holds(reason, version)}, name)
+    return None if reason is None else described(reason)
+
+
+def described(reason: str) -> str:
+    """The reason with the versions of torch that it holds for."""
+    return reason + (f" (torch before {'.'.join(map(str, GONE_SINCE[reason]))})" if reason in GONE_SINCE else "")
+
+
+def _holds(reason: str, version: str) -> bool:
+    major, minor = version.split(".")[:2]
+    return reason not in GONE_SINCE or (int(major), int(minor)) < GONE_SINCE[reason]
 
 
 def _reason(table: dict[str, tuple[str, ...]], name: str) -> str | None:
@@ -127,12 +140,26 @@ LIMITS: dict[str, tuple[str, ...]] = {
         "TestP5OneBlockAlive::test_p5_nothing_reachable_after_backward",
         "TestP5OneBlockAlive::test_p5_nothing_reachable_after_forward_alone",
     ),
+    "dropout in eval mode copies its input in a graph, with or without checkpoints": tuple(
+        f"TestP8Identity::test_p8_pass_through[{policy}-{kind}]"
+        for policy in ("save", "rec")
+        for kind in ("leaf", "non-leaf", "no grad", "parameter")
+    ),
+    "what is compiled has no forward-mode AD, with or without checkpoints, and torch compiles for it": (
+        "TestP8ForwardMode",
+    ),
     "backend aot_eager recomputes under the autocast and the default dtype that backward is called under": (
         "TestP1Autocast::test_p1_backward_inside_another_autocast",
         "TestP1Autocast::test_p1_default_dtype_changed_before_backward",
     ),
 }
 """Reason -> tests that are expected to fail; a name without parameters stands for all."""
+
+GONE_SINCE: dict[str, tuple[int, int]] = {
+    "dropout in eval mode copies its input in a graph, with or without checkpoints": (2, 14),
+    "what is compiled has no forward-mode AD, with or without checkpoints, and torch compiles for it": (2, 14),
+}
+"""Reason -> the first version of torch without that limit, where its tests have to pass."""
 
 REPLAY: dict[str, tuple[str, ...]] = {
     "replay meets another body than forward did: a graph has no replay that could": ("TestDrift",),

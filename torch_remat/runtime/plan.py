@@ -1,27 +1,19 @@
-"""What the runtime has learned about a body, and which body a call runs.
+"""What the runtime has learned about a body.
 
 A :class:`Plan` belongs to one path through a body: the sequence of its region calls with the number of recomputed saves
-before each. The registry maps a body's key to the plans of the paths seen so far. The key is made of code, module
-configuration, training flag and simple arguments, never of tensors, so that equal layers share a plan.
+before each. The registry maps a body's key (``body_key.py``) to the plans of the paths seen so far.
 """
 
 from __future__ import annotations
 
-import functools
 import threading
-import types
 import warnings
-import weakref
-from collections.abc import Callable
-from dataclasses import dataclass, fields, is_dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
-import torch
-from torch import Tensor
+from torch_remat.runtime.body_key import BodyKey
 
-from torch_remat.runtime.tree import Static
-
-__all__ = ["BodyKey", "Known", "Plan", "Registry", "Step", "body_key", "merged", "registry"]
+__all__ = ["Known", "Plan", "Registry", "Step", "merged", "registry"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,178 +195,4 @@ def _name_of(code: Any) -> str:
     )
 
 
-class BodyKey(NamedTuple):
-    """Which body a call runs: its code, and what tells calls of that code apart."""
-
-    code: Any
-    details: Any
-
-    def without_integers(self) -> Any:
-        """The details without the values of integer arguments, whose combinations may be too many."""
-        captured, circumstances, leaves = self.details
-        return captured, circumstances, tuple([int if type(one) is tuple and one[0] is int else one for one in leaves])
-
-
 registry = Registry()
-
-
-def _budget(*, numbers: bool = True) -> list[int]:
-    """How many values, and how deep, a key looks; whether it tells all numbers apart, or small integers only."""
-    return [256, 12, numbers]
-
-
-_VALUES = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device, torch.Size, complex)
-_NUMBERS = (int, float, complex)
-_SMALL = 256
-
-
-def body_key(function: Any, leaves: list[Any], *circumstances: Any) -> BodyKey:
-    """The key of a call of ``function`` with these argument leaves; ``circumstances`` are what else changes plans."""
-    code, captured = _callable_key(function, _budget())
-    return BodyKey(code, (captured, circumstances, tuple([_leaf_key(leaf) for leaf in leaves])))
-
-
-def _leaf_key(leaf: Any) -> Any:
-    if isinstance(leaf, Tensor):
-        return leaf.requires_grad
-    kind = type(leaf)
-    if kind is bool or kind is str or leaf is None:
-        return leaf
-    if kind is int or kind is float:
-        return _number_key(kind, leaf)
-    return _value_key(leaf.value if kind is Static else leaf, _budget(numbers=False))
-
-
-def _number_key(kind: type, number: Any) -> Any:
-    """A number among the arguments.
-
-    A small integer picks a layer, an item, a branch, and the body then reads something else. Others are positions,
-    steps or amounts, new in every call. (A step is new 255 times, too: one observed call each.)
-    """
-    return (int, number) if kind is int and -_SMALL < number < _SMALL else kind
-
-
-def _callable_key(function: Any, budget: list[int]) -> tuple[Any, Any]:
-    """(code, what it is bound to or has captured)."""
-    kind = type(function)
-    if kind is types.FunctionType:
-        if function.__closure__ is None and function.__defaults__ is None and function.__kwdefaults__ is None:
-            return function.__code__, None
-        cells = tuple([_cell_key(cell, budget) for cell in function.__closure__ or ()])
-        return function.__code__, (
-            cells,
-            _value_key(function.__defaults__, budget),
-            _value_key(function.__kwdefaults__, budget),
-        )
-    if kind is types.MethodType:
-        code, captured = _callable_key(function.__func__, budget)
-        return code, (captured, _value_key(function.__self__, budget))
-    if isinstance(function, functools.partial):
-        code, captured = _callable_key(function.func, budget)
-        return code, (captured, _value_key(function.args, budget), _value_key(function.keywords, budget))
-    return type(function), _value_key(function, budget)
-
-
-def _cell_key(cell: Any, budget: list[int]) -> Any:
-    try:
-        return _value_key(cell.cell_contents, budget)
-    except ValueError:  # the cell is empty: its variable is not assigned yet
-        return "empty cell"
-
-
-def _value_key(value: Any, budget: list[int]) -> Any:
-    budget[0] -= 1
-    budget[1] -= 1
-    try:
-        return _value_key_within(value, budget)
-    finally:
-        budget[1] += 1
-
-
-def _value_key_within(value: Any, budget: list[int]) -> Any:
-    kind = type(value)
-    if isinstance(value, Tensor):
-        return Tensor, value.requires_grad
-    if kind in _VALUES or isinstance(value, type):
-        return _number_key(kind, value) if kind in _NUMBERS and not budget[2] else (kind, value)
-    if isinstance(value, torch.nn.Module):
-        return _digest(value, _module_parts, budget), value.training
-    if budget[0] <= 0 or budget[1] <= 0:
-        return kind
-    if kind is types.FunctionType or kind is types.MethodType or isinstance(value, functools.partial):
-        return _callable_key(value, budget)
-    if isinstance(value, tuple) or kind is list:
-        return kind, tuple([_value_key(item, budget) for item in value])
-    if kind is dict:
-        return kind, tuple([(_value_key(key, budget), _value_key(item, budget)) for key, item in value.items()])
-    if kind is types.BuiltinFunctionType:
-        return kind, value.__name__, getattr(value.__self__, "__name__", None)
-    return _digest(value, _object_parts, budget)
-
-
-_digests: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
-
-
-def _digest(value: Any, parts: Callable[[Any, list[int]], Any], budget: list[int]) -> Any:
-    """``parts`` of an object as a key, read when the object is first seen."""
-    try:
-        known = _digests.get(value)
-        if known is None:
-            known = _digests[value] = _Digest((type(value), parts(value, budget)))
-        return known
-    except TypeError:  # takes no weak reference, or cannot be hashed, as a dataclass that is compared by its fields
-        return _parts_now(value, parts, budget)
-
-
-def _parts_now(value: Any, parts: Callable[[Any, list[int]], Any], budget: list[int]) -> Any:
-    """``parts`` of an object as it is now. It may count steps: of its numbers only small integers."""
-    numbers, budget[2] = budget[2], False
-    try:
-        return type(value), parts(value, budget)
-    except TypeError:
-        return type(value)
-    finally:
-        budget[2] = numbers
-
-
-def _module_parts(module: torch.nn.Module, budget: list[int]) -> Any:
-    """Types and simple attributes of a module and everything below it."""
-    return tuple(
-        (
-            path,
-            type(one),
-            type(one).forward,
-            tuple(
-                (name, value)
-                for name, value in sorted(vars(one).items())
-                if name != "training" and not name.startswith("_") and type(value) in _VALUES
-            ),
-        )
-        for path, one in module.named_modules()
-    )
-
-
-def _object_parts(value: Any, budget: list[int]) -> Any:
-    attributes = getattr(value, "__dict__", None)
-    if not isinstance(attributes, dict):
-        names = [field.name for field in fields(value)] if is_dataclass(value) else []
-        attributes = {name: getattr(value, name, None) for name in names}
-    return tuple((name, _value_key(item, budget)) for name, item in sorted(attributes.items()))
-
-
-class _Digest:
-    """A long key that is hashed once."""
-
-    __slots__ = ("_hash", "_parts")
-
-    def __init__(self, parts: tuple[Any, ...]) -> None:
-        self._parts = parts
-        self._hash = hash(parts)
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    def __eq__(self, other: object) -> bool:
-        return self is other or (
-            isinstance(other, _Digest) and self._hash == other._hash and self._parts == other._parts
-        )

@@ -69,6 +69,7 @@ def _replay(tape: Tape, unfilled: int) -> None:
         args, kwargs = _inputs(tape, frame)
     guard = GeneratorGuard()
     outer = [hook.snapshot() for hook in tape.hooks]
+    trained = [one.restore() for one in tape.trained]
     try:
         for hook, state in zip(tape.hooks, tape.states, strict=True):
             hook.restore(state)
@@ -102,6 +103,8 @@ def _replay(tape: Tape, unfilled: int) -> None:
     finally:
         unmodified = _unmodified(tape) if tape.hooks else []
         frame.undo()
+        for one in trained:
+            one.restore()
         for hook, state in zip(tape.hooks, outer, strict=True):
             hook.restore(state)
         for slot in unmodified:

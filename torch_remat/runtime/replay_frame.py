@@ -419,6 +419,11 @@ class ReplayFrame(Frame):
         if saved_by and made_by and not saved_by.startswith(f" by {made_by} "):  # its own result, otherwise
             saved_by += f", made by {made_by},"
         what, cause = "shapes", "keep a choice that drifts (routing, say) in a region with recompute=False"
+        if len(found[0]) == len(expected[0]) and sum(found[0]) > sum(expected[0]):
+            cause = (
+                "if the body adds to a cache or a list (keys and values of a language model, say), replay finds what "
+                "forward has added: switch that off (use_cache=False); " + cause
+            )
         if found[0] == expected[0]:
             what = "dtypes" if found[1] != expected[1] else "devices"
             cause = "carry autocast, or whatever else is not active in replay, with a state hook"

@@ -316,6 +316,7 @@ class Tape:
         "states",
         "task",
         "to_end",
+        "trained",
         "under_mode",
         "watch_draws",
     )
@@ -346,6 +347,7 @@ class Tape:
         self.handed_on: Any = None  # what SAVE regions handed on beside their outputs; see handed_on.py
         self.first_sequence_nr = 0  # autograd nodes of this body have at least this number
         self.key: Any = None  # under which the plans of this body are registered
+        self.trained: list[Any] = []  # modules that the call leads to, with their training flags; see body_key.py
         self.task: tuple[int, bool] = (
             -1,
             False,
@@ -369,6 +371,7 @@ class Tape:
         self.regions = {}
         self.order = []
         self.states = []
+        self.trained = []
         self.externals = []
         self.root = None
         self.handed_on = None
