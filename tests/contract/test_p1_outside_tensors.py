@@ -333,9 +333,9 @@ class TestP1StateThatTheBodyReplaces:
     @pytest.mark.parametrize("hooks", [(), (Nothing(),)], ids=["no hook", "a hook for something else"])
     def test_p1_refused(self, x: Tensor, kind: str, order: str, hooks: tuple[Any, ...]) -> None:
         module = Averaging(kind, order)
-        for _ in range(2):
-            with pytest.raises(ModifiedError, match=r"reads mean and puts another tensor in its place"):
-                remat.checkpoint(region_name="c", recompute_state_hooks=hooks)(module)(x)
+        for _ in range(2):  # in forward, or, where only the new value was read, when replay replaces it again
+            with pytest.raises(ModifiedError, match=r"reads mean and (puts another tensor in its place|modifies)"):
+                remat.checkpoint(region_name="c", recompute_state_hooks=hooks)(module)(x).sum().backward()
 
     @pytest.mark.parametrize("order", ["in a SAVE region", "not read"])
     def test_p1_where_replay_does_not_read_it_all_is_well(self, x: Tensor, kind: str, order: str) -> None:
@@ -390,7 +390,7 @@ class WarmingUp(torch.nn.Module):
 
 
 class TestP1StateThatTheBodyBeginsToChange:
-    """On a path that is known: refused in the first backward, and from then on in forward."""
+    """On a path that is known: refused, in forward or in backward."""
 
     @pytest.mark.parametrize("kind", ["in place", "replaced"])
     @pytest.mark.parametrize("order", ["changed and read", "read and changed"])
@@ -405,11 +405,41 @@ class TestP1StateThatTheBodyBeginsToChange:
                 for ours, expected in zip(calls(checkpointed, x), calls(plain, x), strict=True):
                     assert torch.equal(ours, expected)
                 continue
+            if call == 4 and guarded and (kind, order) == ("replaced", "changed and read"):
+                module.mean = plain.mean.clone()  # observed by now: what is there is what forward read
+                for ours, expected in zip(calls(checkpointed, x), calls(plain, x), strict=True):
+                    assert torch.equal(ours, expected)
+                continue
             with pytest.raises(ModifiedError, match=r"mean|modifies a tensor from outside"):
                 checkpointed(x).sum().backward()
-            if call == 3:
-                with pytest.raises(ModifiedError):
-                    checkpointed(x)
+
+    @pytest.mark.parametrize("guarded", [False, True])
+    @pytest.mark.parametrize("where", ["recomputed code", "a SAVE region"])
+    def test_p1_what_replay_finds_done_is_no_fault(self, x: Tensor, guarded: bool, where: str) -> None:
+        class Masked(torch.nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.mask = torch.ones(3)
+
+            def convert(self, t: Tensor) -> Tensor:
+                if not (guarded and remat.is_recomputing()):
+                    self.mask = self.mask.to(t.dtype)
+                return t
+
+            def forward(self, t: Tensor) -> Tensor:
+                (self.convert if where == "recomputed code" else save(self.convert, "convert"))(t)
+                return torch.exp(t.sin() * self.mask)
+
+        for _ in range(3):  # another module of the same code each time, and the same one again
+            module, plain = Masked(), Masked()
+            checkpointed = remat.checkpoint(region_name="c")(module)
+            for _ in range(2):
+                for ours, expected in zip(calls(checkpointed, x), calls(plain, x), strict=True):
+                    assert torch.equal(ours, expected)
+            output = checkpointed(x)
+            module.mask.add_(1)
+            with pytest.raises(ModifiedError, match="mask"):
+                output.sum().backward()
 
     def test_p1_a_cache_that_grows_is_no_fault(self) -> None:
         class Rotary(torch.nn.Module):

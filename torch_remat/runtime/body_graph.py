@@ -107,7 +107,8 @@ class BodyGraph:
         self.own_generators = False
         self.under_mode = False
         self.readers: dict[int, str] = {}  # source -> who reads it first, once there is a plan
-        self.read: set[int] = set()  # storages from outside that backward's tensors are computed from
+        self.replaced: list[externals.Replaced] = []  # places from which backward's tensors were computed
+        self._values: list[int] = []  # nodes that make what backward needs
         self.handed_on: list[int] = []  # storages that SAVE regions made and did not return, and that replay reads
         self.out_of_reach = False  # to one of them no path leads
         self._events: list[_Event] = []
@@ -256,7 +257,7 @@ class BodyGraph:
 
     # --- What was learned
 
-    def plan(self, function: Any, outputs: list[Any], early_stop: bool) -> Plan:
+    def plan(self, function: Any, outputs: list[Any], early_stop: bool, replaced: list[externals.Replaced]) -> Plan:
         """The plan for the path just observed. Raises ``ModifiedError`` for what no replay can reproduce."""
         alive = [event for event in self._events if event.slot() is not None]
         last = max((event.position for event in alive), default=-1)
@@ -272,8 +273,8 @@ class BodyGraph:
         self._add_aliases(alive, needed)
         writing = {node for node, _ in self.writes}
         self._check(needed, self._slice(saves + [root for root in roots if root not in writing]))
-        values = self._slice(saves + [root for root in self.roots if root < last])
-        self.read = {self.nodes[node].detail for node in values if self.nodes[node].kind == EXTERNAL}
+        self._values = saves + [root for root in self.roots if root < last]
+        self.replaced = [one for one in replaced if self._reads(one.before, frozenset())]
         keep: dict[int, set[int]] = {}
         inputs: set[int] = set()
         for node in needed:
@@ -296,6 +297,7 @@ class BodyGraph:
         )
         wanted = {self.nodes[node].detail for node in needed if self.nodes[node].kind == EXTERNAL}
         wanted -= set(self.external_writes)  # a counter of the body's own changes with every call
+        wanted.update(key for one in self.replaced for key in one.now)
         found: tuple[externals.Holder, ...] = ()
         reached: set[int] = set()
         if wanted:
@@ -304,7 +306,7 @@ class BodyGraph:
         self.out_of_reach = not reached.issuperset(self.handed_on)
         slots = len(self.tape.slots)
         random, own = self.random, self.own_generators
-        return Plan(steps, slots, frozenset(inputs), to_end, random, own, found, self.under_mode)
+        return Plan(steps, slots, frozenset(inputs), to_end, random, own, found, self.under_mode, bool(replaced))
 
     def readings(self) -> list[Reading]:
         """What replay has to read because a SAVE region handed it on beside its outputs."""
@@ -416,7 +418,18 @@ class BodyGraph:
             if (keys := self.output_keys.get((index, position))) and saved.issuperset(keys)
         }
 
-    def _slice(self, starts: list[int]) -> set[int]:
+    def reads_old(self, replaced: externals.Replaced) -> bool:
+        """Whether backward's tensors are computed from what was there, and not only from what is there now."""
+        return self._reads(replaced.before, frozenset(self.writer[key] for key in replaced.now if key in self.writer))
+
+    def _reads(self, keys: frozenset[int], cut: frozenset[int]) -> bool:
+        return any(
+            self.nodes[node].kind == EXTERNAL and self.nodes[node].detail in keys and node not in cut
+            for node in self._slice(self._values, cut)
+        )
+
+    def _slice(self, starts: list[int], cut: frozenset[int] = frozenset()) -> set[int]:
+        """The nodes that ``starts`` are made from; what is in ``cut`` is taken as it is."""
         needed: set[int] = set()
         pending = sorted(set(starts), reverse=True)
         while pending:
@@ -424,7 +437,7 @@ class BodyGraph:
             if node in needed:
                 continue
             needed.add(node)
-            for read in self.nodes[node].reads:
+            for read in () if node in cut else self.nodes[node].reads:
                 self.readers.setdefault(read, self.nodes[node].detail)
                 pending.append(read)
         return needed

@@ -27,7 +27,7 @@ from torch_remat.errors import ModifiedError, display_name
 from torch_remat.runtime.tape import OutputKind, Tape
 from torch_remat.runtime.tree import Static
 
-__all__ = ["Before", "Holder", "Root", "Seen", "changed", "changed_again", "find", "locate", "root_of"]
+__all__ = ["Before", "Holder", "Replaced", "Root", "Seen", "changed", "changed_again", "find", "locate", "root_of"]
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 _DEPTH = 3
@@ -128,10 +128,10 @@ def changed(checkpoint: str | None, name: str) -> ModifiedError:
 
 
 def changed_again(checkpoint: str | None, name: str) -> ModifiedError:
-    """The error for an external tensor that the body reads and, since some later call, changes."""
+    """The error for an external tensor that the body reads and changes, in forward and once more in replay."""
     return ModifiedError(
-        f"The body of checkpoint {display_name(checkpoint)} reads {name} and has begun to modify or replace it, which "
-        f"it did not in earlier calls; a replay would read another value than forward did.\n"
+        f"The body of checkpoint {display_name(checkpoint)} reads {name} and modifies or replaces it; a replay would "
+        f"read another value than forward did.\n"
         f"To fix: put that code in a region with recompute=False, or pass a state hook that restores {name} "
         f"(recompute_state_hooks=...)."
     )
@@ -198,20 +198,30 @@ class Seen:
                 yield name, now
 
 
+class Replaced(NamedTuple):
+    """A place where something else is than before: its name, the storages of what was there and of what is now."""
+
+    name: str
+    before: frozenset[int]
+    now: frozenset[int]
+
+
 class Before:
     """The tensors, parameters excepted, that paths led to before a body ran."""
 
     def __init__(self, root: Root, keys: Callable[[Tensor], list[int]]) -> None:
         holders = find(root, lambda tensor: not isinstance(tensor, torch.nn.Parameter))
-        self._seen = [(seen, [keys(tensor) for tensor in seen.then()]) for seen in locate(root, holders)]
+        self._keys = keys
+        self._seen = [(seen, [frozenset(keys(one)) for one in seen.then()]) for seen in locate(root, holders)]
 
-    def replaced(self, keys: set[int]) -> str | None:
-        """Where something else is now, with other values, if what was there lies in one of these storages."""
-        for seen, memories in self._seen:
-            for index, (now, then, memory) in enumerate(zip(seen.now(), seen.then(), memories, strict=True)):
-                if not keys.isdisjoint(memory) and not _same(now, then):
-                    return seen.named(index)
-        return None
+    def replaced(self) -> list[Replaced]:
+        """Where something else is now, with other values."""
+        return [
+            Replaced(seen.named(index), memory, frozenset(self._keys(now) if isinstance(now, Tensor) else ()))
+            for seen, memories in self._seen
+            for index, (now, then, memory) in enumerate(zip(seen.now(), seen.then(), memories, strict=True))
+            if not _same(now, then)
+        ]
 
 
 def _same(now: Any, then: Any) -> bool:

@@ -429,14 +429,14 @@ class ForwardFrame(Frame):
         tape = self.tape
         tape.externals = next((before for one, before in self.located if one is plan), [])
         name = next((name for seen in tape.externals if (name := seen.changed()) is not None), None)
-        if name is not None and tape.guards and not tape.hooks:
+        if name is not None and tape.guards and not tape.hooks and not plan.replaces:
             self._forget()
             raise externals.changed_again(tape.name, name)
         if name is not None or not tape.externals:
             tape.root = tape.root or externals.root_of(tape)
             tape.externals = externals.locate(tape.root, plan.externals)
         if name is not None:
-            tape.changes = tape.to_end = True
+            tape.changes, tape.to_end = not tape.hooks, True
 
     def _settle(self, outputs: list[Any]) -> Plan | None:
         tape = self.tape

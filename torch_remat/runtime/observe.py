@@ -323,32 +323,41 @@ class Observer(TorchDispatchMode):
     def plan(self, function: Any, outputs: list[Any], early_stop: bool) -> Plan:
         """The plan for the path just observed. Raises our errors for what no replay can reproduce."""
         self._check_host_random()
-        plan = self.graph.plan(function, outputs, early_stop)
-        name = self._replaced()
-        if name is not None:
-            raise ModifiedError(
-                f"The body of checkpoint {display_name(self._tape.name)} reads {name} and puts another tensor in its "
-                f"place; a replay would read the new one, and compute something else.\n"
-                f"To fix: put that code in a region with recompute=False, or pass a state hook that restores {name} "
-                f"(recompute_state_hooks=...)."
-            )
+        replaced = [] if self._before is None else self._before.replaced()
+        plan = self.graph.plan(function, outputs, early_stop, replaced)
+        if self.graph.replaced:
+            self._judge_replaced(self.graph.replaced)
         return plan
 
-    def _replaced(self) -> str | None:
-        """Where replay would find another tensor than forward read, the state hooks having restored what they do."""
-        if self._before is None:
-            return None
-        read = self.graph.read
-        name = self._before.replaced(read)
-        if name is None or not self._tape.hooks:
-            return name
-        now = [hook.snapshot() for hook in self._tape.hooks]
+    def _judge_replaced(self, replaced: list[externals.Replaced]) -> None:
+        """Whether replay can do with what is there now: not where forward read what was there.
+
+        Where it read only what it put there (``self.mask = self.mask.to(dtype)``), replay may find that and leave it.
+        """
+        tape = self._tape
+        if tape.hooks:
+            still = self._replaced_for_hooks()
+            replaced = [one for one in replaced if one.name in still]
+        for one in replaced:
+            if self.graph.reads_old(one):
+                raise ModifiedError(
+                    f"The body of checkpoint {display_name(tape.name)} reads {one.name} and puts another tensor in its "
+                    f"place; a replay would read the new one, and compute something else.\n"
+                    f"To fix: put that code in a region with recompute=False, or pass a state hook that restores "
+                    f"{one.name} (recompute_state_hooks=...)."
+                )
+            tape.changes = tape.to_end = True
+
+    def _replaced_for_hooks(self) -> set[str]:
+        """Names of places where replay would find something else, the state hooks having restored what they do."""
+        tape, before = self._tape, self._before
+        now = [hook.snapshot() for hook in tape.hooks]
         try:
-            for hook, state in zip(self._tape.hooks, self._tape.states, strict=True):
+            for hook, state in zip(tape.hooks, tape.states, strict=True):
                 hook.restore(state)
-            return self._before.replaced(read)
+            return set() if before is None else {one.name for one in before.replaced()}
         finally:
-            for hook, state in zip(self._tape.hooks, now, strict=True):
+            for hook, state in zip(tape.hooks, now, strict=True):
                 hook.restore(state)
 
     def check_replay(self) -> None:

@@ -87,6 +87,8 @@ class Plan:
     """Where the parameters and buffers that replay reads are found; see ``externals.py``."""
     under_mode: bool = False
     """Some operation saves other tensors under a dispatch mode, as the observed call was: all calls run under one."""
+    replaces: bool = False
+    """The body replaced something from outside; if it read it, it read only what it put there."""
 
     @property
     def path(self) -> Path:

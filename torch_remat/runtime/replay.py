@@ -112,7 +112,7 @@ def _replay(tape: Tape, unfilled: int) -> None:
     moved = guard.moved()
     if moved is not None:
         _judge(tape, frame, guard, moved)
-    if tape.changes and not tape.hooks:
+    if tape.changes:
         for seen in tape.externals:
             name = seen.changed()
             if name is not None:
