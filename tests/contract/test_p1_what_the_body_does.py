@@ -271,3 +271,22 @@ class TestStoredByTheBody:
             gc.collect()
             assert tracker.alive_bytes(without=output) == 0
             del output
+
+
+class TestDataSwappedForAWhile:
+    """A parameter gets other data, is used, and gets its own back, with nothing to see to that when replay stops."""
+
+    @pytest.mark.parametrize("where", ["recomputed code", "a SAVE region"])
+    def test_p1_the_parameter_is_as_it_was(self, where: str) -> None:
+        class Rounded(nn.Linear):
+            def forward(self, t: Tensor) -> Tensor:
+                kept = self.weight.data
+                self.weight.data = torch.round(kept * 8) / 8
+                y = nn.functional.linear(t, self.weight, self.bias)  # the last save
+                self.weight.data = kept
+                return y
+
+        layer, x = Rounded(3, 3, dtype=torch.float64), leaf(2, 3)
+        before, inner = layer.weight.detach().clone(), saved(layer, "layer") if where == "a SAVE region" else layer
+        check(lambda wrap: grads(wrap(lambda t: inner(torch.tanh(t)))(x), x))
+        assert torch.equal(layer.weight, before)

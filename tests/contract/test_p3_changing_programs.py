@@ -19,7 +19,7 @@ from helpers.events import Hidden, under
 from torch import Tensor
 
 import torch_remat as remat
-from torch_remat.errors import PlaceholderError
+from torch_remat.errors import ModifiedError, PlaceholderError
 
 ROWS, COLUMNS, FLOAT = 8, 16, 4
 T = ROWS * COLUMNS * FLOAT
@@ -268,6 +268,69 @@ class TestP3Ways:
             x = leaf().detach().requires_grad_(needs)
             expected = run_once(body, [x], params=[weight])
             assert_same_run(expected, run_once(call, [x], params=[weight]), f"call {number}")
+
+
+class TestP3Alternating:
+    """Programs that go back and forth: what was learned of one way is not lost to another."""
+
+    def test_p3_ways_that_look_alike_settle(self) -> None:
+        """One path, two readers, told apart by nothing that the runtime sees: each fails once at most."""
+        state = Hidden(first=True)
+
+        def body(t: Tensor) -> Tensor:
+            one, two = save(lambda u: u * 2, "one")(t), save(lambda u: u * 3, "two")(t)
+            return torch.exp((one if state["first"] else two).sin()) + (one + two)
+
+        body, x = another_body(body), leaf()
+        failed = []
+        for call in range(12):
+            state["first"] = call % 2 == 0
+            output = remat.checkpoint(region_name="c")(body)(x)
+            try:
+                found = torch.autograd.grad(output.sum(), x)[0]
+            except PlaceholderError:
+                failed.append(call)
+                continue
+            assert torch.equal(found, torch.autograd.grad(body(x).sum(), x)[0])
+        assert len(failed) <= 1
+
+    @pytest.mark.parametrize("ways", [(0, 1, 2), (0, 0, 1, 1, 0, 1), (2, 0, 2, 1)])
+    def test_p3_an_output_changed_in_place_on_every_way(self, ways: tuple[int, ...]) -> None:
+        """Layers that differ in what the runtime does not see: nothing fails, in whatever order they come."""
+        state = Hidden(way=0)
+
+        def body(t: Tensor) -> Tensor:
+            for _ in range(state["way"]):
+                t = torch.tanh(t)
+            return t + torch.relu_(save(lambda u: u * 2, "wide")(t)).sin()
+
+        body, x = another_body(body), leaf()
+        for way in ways * 3:
+            state["way"] = way
+            found = torch.autograd.grad(remat.checkpoint(region_name="c")(body)(x).sum(), x)[0]
+            assert torch.equal(found, torch.autograd.grad(body(x).sum(), x)[0])
+
+    def test_p3_an_output_that_is_first_changed_on_another_way(self) -> None:
+        """Unforeseen on a path that is new: refused once, and no way of the body has to be learned again for it."""
+        state = Hidden(way=0)
+
+        def body(t: Tensor) -> Tensor:
+            h = save(lambda u: u * 2, "wide")(t if state["way"] == 0 else t.tanh())
+            if state["way"]:
+                h.relu_()
+            return t + h.sin()
+
+        body, x = another_body(body), leaf()
+        failed = 0
+        for call in range(10):
+            state["way"] = call % 2
+            try:
+                found = torch.autograd.grad(remat.checkpoint(region_name="c")(body)(x).sum(), x)[0]
+            except ModifiedError:
+                failed += 1
+                continue
+            assert torch.equal(found, torch.autograd.grad(body(x).sum(), x)[0])
+        assert failed == 1
 
 
 class TestP3Threads:

@@ -106,6 +106,7 @@ class BodyGraph:
         self.random: str | None = None
         self.own_generators = False
         self.under_mode = False
+        self.swapped = False  # something is saved while a parameter has other data: replay must come to where it ends
         self.readers: dict[int, str] = {}  # source -> who reads it first, once there is a plan
         self.replaced: list[externals.Replaced] = []  # places from which backward's tensors were computed
         self._values: list[int] = []  # nodes that make what backward needs
@@ -262,7 +263,7 @@ class BodyGraph:
         alive = [event for event in self._events if event.slot() is not None]
         last = max((event.position for event in alive), default=-1)
         saved = {event.storage for event in alive}
-        to_end = any(node >= last and key in saved for node, key in self.writes)
+        to_end = self.swapped or any(node >= last and key in saved for node, key in self.writes)
         end = max((event.number for event in alive), default=0)
         if alive and (to_end or not early_stop):
             last, end = len(self.nodes), _NO_END

@@ -27,7 +27,19 @@ from torch_remat.errors import ModifiedError, display_name
 from torch_remat.runtime.tape import OutputKind, Tape
 from torch_remat.runtime.tree import Static
 
-__all__ = ["Before", "Holder", "Replaced", "Root", "Seen", "changed", "changed_again", "find", "locate", "root_of"]
+__all__ = [
+    "Before",
+    "Holder",
+    "Memories",
+    "Replaced",
+    "Root",
+    "Seen",
+    "changed",
+    "changed_again",
+    "find",
+    "locate",
+    "root_of",
+]
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 _DEPTH = 3
@@ -196,6 +208,26 @@ class Seen:
                 self._holder.is_parameter(index) and (type(now) not in _PLAIN or type(tensor) not in _PLAIN)
             ):
                 yield name, now
+
+
+class Memories:
+    """Where the plain parameters that a call leads to have their memory: ``parameter.data = ...`` tells nobody."""
+
+    _LOOKS = 100_000  # at so many parameters, then no more
+
+    def __init__(self, root: Root) -> None:
+        holders = find(root, lambda tensor: type(tensor) is torch.nn.Parameter and not tensor.is_meta)
+        self._parameters = [tensor for seen in locate(root, holders) for tensor in seen.then()]
+        self._addresses = self._now()
+        self._looks = self._LOOKS
+
+    def _now(self) -> list[int]:
+        return [tensor.data_ptr() for tensor in self._parameters]
+
+    def moved(self) -> bool:
+        """Whether one of them has other memory now."""
+        self._looks -= len(self._parameters)
+        return self._looks > 0 and self._now() != self._addresses
 
 
 class Replaced(NamedTuple):

@@ -47,7 +47,7 @@ from torch_remat.runtime.host_reads import HostReads
 from torch_remat.runtime.labels import profiling, wrapped
 from torch_remat.runtime.observe import Observer, output_modified
 from torch_remat.runtime.placeholder import can_stand_in, meta_of
-from torch_remat.runtime.plan import Plan, Step, merged, registry
+from torch_remat.runtime.plan import Plan, Step, merged, path_of, registry
 from torch_remat.runtime.region_outputs import SaveOutputs, note_address
 from torch_remat.runtime.region_saves import RegionSaves
 from torch_remat.runtime.region_writes import unobserved_writes
@@ -68,7 +68,7 @@ from torch_remat.runtime.tape import (
     version_probe,
     without_frames,
 )
-from torch_remat.runtime.tensors import storage_keys
+from torch_remat.runtime.tensors import private_copy, storage_keys
 from torch_remat.runtime.tree import flatten, is_container
 from torch_remat.runtime.views import SAME
 
@@ -213,7 +213,7 @@ class ForwardFrame(Frame):
                 else:
                     SaveOutputs(self, record, None, None, None).keep_changed(index, tensor)
             record.dropped = []
-            for output in record.outputs:
+            for position, output in enumerate(record.outputs):
                 output.shell = False
                 if output.kind is OutputKind.PLACEHOLDER and output.data is not None:
                     reference, version = output.data
@@ -221,6 +221,9 @@ class ForwardFrame(Frame):
                     if tensor is not None and version_of(tensor) == version:
                         output.kind, output.data, output.version = OutputKind.KEPT, tensor.detach(), version
                         output.meta = gradient_of(tensor)
+                        if (record.name, position) in self.known.clones:
+                            output.data = private_copy(tensor)
+                            output.cloned = record.cloned = True
 
     def _call_save(self, function: Any, record: Region, step: Step | None, args: Any, kwargs: Any) -> Any:
         observer = self.observer
@@ -304,7 +307,7 @@ class ForwardFrame(Frame):
                 outputs.add_changed(index, leaf)
 
     def _forget(self) -> None:
-        registry.forget(self.key)  # the next call of this body is observed again
+        self.known.stay_observed()  # the next call of this body is observed again
 
     # --- Outputs of SAVE regions (rule 3)
 
@@ -463,8 +466,7 @@ class ForwardFrame(Frame):
                         self._drop_unneeded(record, step)
                 return plan
         self._deviated()
-        steps = tuple(Step(record.name, record.recompute, record.slots_before) for record in tape.order)
-        self.known.missed(Plan(steps, count).path)
+        self.known.missed(path_of(tape.order, count))
         return None
 
     def _drop_unneeded(self, record: Region, step: Step) -> None:

@@ -61,6 +61,7 @@ class Observer(TorchDispatchMode):
         self._region_made: set[int] = set()
         self._region_start = 0
         self._before: externals.Before | None = None
+        self._memories: externals.Memories | None = None
         self._operations = 0  # that are running now
         self._host_random = HostRandom()
 
@@ -71,11 +72,15 @@ class Observer(TorchDispatchMode):
         for index, leaf in enumerate(leaves):
             if isinstance(leaf, Tensor):
                 self.graph.input(index, leaf)
-        self._before = externals.Before(externals.root_of(self._tape), storage_keys)
+        root = externals.root_of(self._tape)
+        self._before = externals.Before(root, storage_keys)
+        self._memories = externals.Memories(root)
 
     def saved(self, slot: weakref.ref[Slot], tensor: Tensor) -> None:
         """Recomputed code saves ``tensor`` in ``slot``."""
         self.graph.saved(slot, tensor, len(self.graph.nodes))
+        if self._memories is not None and not self.graph.swapped:
+            self.graph.swapped = self._memories.moved()
 
     def rebuild(self, slot: weakref.ref[Slot], region_index: int, argument: int | None, tensor: Tensor) -> None:
         """The SAVE region saves a recomputed argument (None: an input of the checkpoint), which replay will rebuild."""

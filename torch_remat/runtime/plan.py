@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import threading
 import warnings
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch_remat.runtime.body_key import BodyKey
 
-__all__ = ["Known", "Plan", "Registry", "Step", "merged", "registry"]
+__all__ = ["Known", "Plan", "Registry", "Step", "merged", "path_of", "registry"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,16 +94,40 @@ class Plan:
     @property
     def path(self) -> Path:
         """What tells this path from others of the same body."""
-        return (self.slots, *((step.name, step.recompute, step.slots_before) for step in self.steps))
+        return path_of(self.steps, self.slots)
+
+    def joined(self, earlier: Plan) -> Plan:
+        """For what an earlier call of the same path needs, too: a body may alternate between two."""
+        if self == earlier:
+            return self
+        watched = {(holder.name, holder.entries) for holder in self.externals}
+        return replace(
+            self,
+            steps=tuple(merged([step, other]) for step, other in zip(self.steps, earlier.steps, strict=True)),
+            inputs=self.inputs | earlier.inputs,
+            to_end=self.to_end or earlier.to_end,
+            own_generators=self.own_generators or earlier.own_generators,
+            externals=(
+                *self.externals,
+                *(one for one in earlier.externals if (one.name, one.entries) not in watched),
+            ),
+            under_mode=self.under_mode or earlier.under_mode,
+            replaces=self.replaces or earlier.replaces,
+        )
 
 
 Path = tuple[Any, ...]
 
 
+def path_of(steps: Iterable[Any], slots: int) -> Path:
+    """The path of a call with these region calls, steps or records, and so many saves."""
+    return (slots, *((step.name, step.recompute, step.slots_before) for step in steps))
+
+
 class Known:
     """What is known of one body: plans, newest first, and paths that were taken without being observed."""
 
-    __slots__ = ("layouts", "plans", "stays_observed", "suspect", "trusted", "under_mode", "unobserved")
+    __slots__ = ("clones", "layouts", "plans", "stays_observed", "suspect", "trusted", "under_mode", "unobserved")
 
     _TRIES = 8
     _PATHS = 16
@@ -113,6 +138,7 @@ class Known:
         self.stays_observed = 0  # a SAVE region hands on tensors where no plan can name the place: for so many calls
         self.plans: list[Plan] = []
         self.under_mode = False  # one of the plans needs a dispatch mode around the body
+        self.clones: set[tuple[str, int]] = set()  # (region, leaf) of what is modified in place on some path
         self.layouts: list[Any] = []  # shape, dtype and device of each save in the latest call, for the next to share
         self.unobserved: dict[Path, int] = {}
 
@@ -124,17 +150,24 @@ class Known:
         return any(tries < self._TRIES for tries in self.unobserved.values())
 
     def learn(self, plan: Plan) -> None:
-        """Store ``plan`` in place of an earlier one for the same path."""
+        """Store ``plan``, joined with an earlier one for the same path."""
         path = plan.path
+        for earlier in self.plans:
+            if earlier.path == path:
+                plan = plan.joined(earlier)
         self.stays_observed = max(self.stays_observed - 1, 0)
         self.unobserved.pop(path, None)
         for other in self.unobserved:
             self.unobserved[other] += 1
         self.plans = [plan, *[one for one in self.plans if one.path != path]][: self._PATHS]
         self.under_mode = any(one.under_mode for one in self.plans)
+        self.clones = {(step.name, leaf) for one in self.plans for step in one.steps for leaf in step.clone}
 
     def stay_observed(self) -> None:
-        """A SAVE region handed on a tensor where no path leads: on any path of this body it may do so again."""
+        """Observe the next calls, whichever paths they take.
+
+        A SAVE region handed on a tensor where no path leads, or a call did on its path what no plan knows of.
+        """
         self.stays_observed = self._TRIES
 
     def missed(self, path: Path) -> None:

@@ -132,7 +132,11 @@ class SaveOutputs:
         output = Output(OutputKind.KEPT, None, gradient_of(tensor))
         output.attributes = plain_attributes(tensor)
         step = self._step
-        if step is not None and position in step.clone:
+        if step is None and self._frame.observer is None:
+            cloned = (self.record.name, position) in self._frame.known.clones
+        else:
+            cloned = step is not None and position in step.clone
+        if cloned:
             copy = self._copies.get(position)
             output.data = private_copy(tensor) if copy is None else copy
             output.cloned = self.record.cloned = True

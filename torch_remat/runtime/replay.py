@@ -89,13 +89,13 @@ def _replay(tape: Tape, unfilled: int) -> None:
             _run(frame, tape, function, args, kwargs)
     except placeholder.PlaceholderError:
         if tape.key is not None and tape.fits:  # a path that no plan fits is waited for already
-            registry.forget(tape.key)  # the next call of this body is observed again
+            registry.known(tape.key).stay_observed()
         _put_back(guard, tape)
         raise
     except BaseException as error:
         _put_back(guard, tape)
         if isinstance(error, RuntimeError) and "Cannot access data pointer" in str(error):
-            registry.forget(tape.key)
+            registry.known(tape.key).stay_observed()
             raise placeholder.unseen(_where(tape, frame)) from error
         if not isinstance(error, RematError):
             error.add_note(f"torch_remat: raised {_where(tape, frame)}.")
@@ -116,7 +116,7 @@ def _replay(tape: Tape, unfilled: int) -> None:
         for seen in tape.externals:
             name = seen.changed()
             if name is not None:
-                registry.forget(tape.key)  # the next call is observed, and refused in forward
+                registry.known(tape.key).stay_observed()
                 raise externals.changed_again(tape.name, name)
     if tape.check is not None:
         tape.check.compare(tape)
