@@ -15,6 +15,7 @@ from helpers.engine import EagerEngine
 from helpers.events import Hidden, under
 from helpers.hooks import ContextVariable, DefaultGenerator, generator_hooks
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 import torch_remat as remat
@@ -250,6 +251,23 @@ class TestP1Autocast:
         for _ in range(3):
             assert_same_run(expected, run_once(model(engine.checkpoint(body)), [x]), "default device")
         assert {device.type for device, _ in seen} == {"meta"}
+
+    def test_p1_attention_kernels_of_forward(self, engine: EagerEngine, x: Tensor) -> None:
+        """``sdpa_kernel`` around forward alone; the kernels do not save the same."""
+        backends = [SDPBackend.MATH, SDPBackend.FLASH_ATTENTION]
+
+        def body(t: Tensor) -> Tensor:
+            q = t.sin()[None, None]
+            return torch.exp(F.scaled_dot_product_attention(q, q, q)[0, 0])
+
+        for around in backends:
+            for outside in backends:
+                with sdpa_kernel(around):
+                    expected = engine.checkpoint(body)(x), body(x)
+                with sdpa_kernel(outside):
+                    ours, plain = [torch.autograd.grad(one.sum(), x)[0] for one in expected]
+                    assert torch.backends.cuda.math_sdp_enabled() is (outside is SDPBackend.MATH)
+                assert torch.equal(ours, plain)
 
     def test_p1_default_dtype_changed_before_backward(self, engine: EagerEngine, x: Tensor) -> None:
         def body(t: Tensor) -> Tensor:

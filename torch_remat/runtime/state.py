@@ -40,15 +40,16 @@ class RecomputeStateHook(Protocol):
 
 
 class Ambient:
-    """Autocast, default dtype, torch functions and their modes, and who compiles, at a moment."""
+    """Autocast, default dtype, attention kernels, torch functions and their modes, and who compiles, at a moment."""
 
-    __slots__ = ("autocast", "compiled_by", "default_dtype", "functions", "modes")
+    __slots__ = ("attention", "autocast", "compiled_by", "default_dtype", "functions", "modes")
 
     def __init__(self) -> None:
         self.autocast: list[tuple[str, bool, torch.dtype]] | None = None  # None: off everywhere
         if any(map(torch.is_autocast_enabled, _autocast_devices())):
             self.autocast = _autocast()
         self.default_dtype = torch.get_default_dtype()
+        self.attention = _attention()
         self.compiled_by = None if _nothing_compiled() else frames_compiled_by()
         self.functions = _functions()  # off in ``backward()`` of a tensor subclass, for one
         self.modes: list[Any] = []
@@ -58,6 +59,23 @@ class Ambient:
     def is_plain(self) -> bool:
         """No autocast and no modes."""
         return self.autocast is None and not self.modes
+
+
+_KERNELS = (  # of scaled_dot_product_attention: ``torch.nn.attention.sdpa_kernel`` sets them
+    (torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp),
+    (torch.backends.cuda.mem_efficient_sdp_enabled, torch.backends.cuda.enable_mem_efficient_sdp),
+    (torch.backends.cuda.math_sdp_enabled, torch.backends.cuda.enable_math_sdp),
+    (torch.backends.cuda.cudnn_sdp_enabled, torch.backends.cuda.enable_cudnn_sdp),
+)
+
+
+def _attention() -> tuple[bool, ...]:
+    return tuple([enabled() for enabled, _ in _KERNELS])
+
+
+def _set_attention(state: tuple[bool, ...]) -> None:
+    for enabled, (_, enable) in zip(state, _KERNELS, strict=True):
+        enable(enabled)
 
 
 _functions: Any = getattr(torch._C, "_get_torch_function_state", None) or bool
@@ -146,6 +164,10 @@ class restored:  # noqa: N801 - used like a function
         if then.compiled_by is not compiled_by:
             undo.append(functools.partial(set_frames_compiled_by, compiled_by))
             set_frames_compiled_by(then.compiled_by)
+        attention = _attention()
+        if attention != then.attention:
+            undo.append(functools.partial(_set_attention, attention))
+            _set_attention(then.attention)
         functions = _functions()
         if functions != then.functions:
             undo.append(functools.partial(_set_functions, functions))
