@@ -135,7 +135,8 @@ def changed(checkpoint: str | None, name: str) -> ModifiedError:
     return ModifiedError(
         f"{name}, which the body of checkpoint {display_name(checkpoint)} reads, was modified or replaced between "
         f"forward and backward; a replay would compute with the new value.\n"
-        f"To fix: call backward before the optimizer step (or whatever changes {name})."
+        f"To fix: call backward before the optimizer step (or whatever changes {name}); pass what is there for the "
+        f"forward only (under torch.func.functional_call, say) as an argument of the checkpoint."
     )
 
 
