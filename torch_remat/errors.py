@@ -60,12 +60,14 @@ class DuplicateNameError(UsageError):
 class PlaceholderError(UsageError):
     """The data of a tensor that was not kept is needed in replay.
 
-    ``region`` is the qualified name of the SAVE region that made it; None where it is an input of the checkpoint.
+    ``region`` is the qualified name of the SAVE region that made it, ``leaf`` which of the region's outputs it is; None
+    where it is an input of the checkpoint.
     """
 
-    def __init__(self, message: str, region: str | None = None) -> None:
+    def __init__(self, message: str, region: str | None = None, leaf: int | None = None) -> None:
         super().__init__(message)
         self.region = region
+        self.leaf = leaf
 
 
 class RankPolicyError(UsageError):

@@ -441,6 +441,30 @@ class TestP1StateThatTheBodyBeginsToChange:
             with pytest.raises(ModifiedError, match="mask"):
                 output.sum().backward()
 
+    @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support:UserWarning")
+    @pytest.mark.parametrize("layout", ["sparse", "sparse_csr", "jagged"])
+    def test_p1_of_any_layout(self, layout: str) -> None:
+        class Graph(torch.nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                dense = torch.eye(3)
+                if layout == "jagged":
+                    self.edges = torch.nested.nested_tensor([dense[:2], dense], layout=torch.jagged)
+                else:
+                    self.edges = dense.to_sparse() if layout == "sparse" else dense.to_sparse_csr()
+
+            def forward(self, t: Tensor) -> Tensor:
+                self.edges = self.edges.to(t.dtype)
+                edges = self.edges
+                return torch.exp((edges.to_padded_tensor(0.0).sum(0) if layout == "jagged" else edges.to_dense()) @ t)
+
+        x = torch.linspace(0, 1, 9, dtype=torch.float64).reshape(3, 3).requires_grad_()
+        module, plain = Graph(), Graph()
+        checkpointed = remat.checkpoint(region_name="c")(module)
+        for _ in range(3):
+            for ours, expected in zip(calls(checkpointed, x), calls(plain, x), strict=True):
+                assert torch.equal(ours, expected)
+
     def test_p1_a_cache_that_grows_is_no_fault(self) -> None:
         class Rotary(torch.nn.Module):
             def __init__(self) -> None:

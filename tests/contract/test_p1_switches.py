@@ -110,6 +110,26 @@ class TestP1Switches:
             assert torch.equal(torch.autograd.grad(output.sum(), x)[0], expected)
             assert module.training is not first
 
+    @pytest.mark.parametrize("how", ["bound method", "closure", "argument"])
+    def test_p1_through_an_object(self, how: str) -> None:
+        class Trainer:
+            def __init__(self, model: nn.Module) -> None:
+                self.model = model
+
+            def run(self, t: Tensor) -> Tensor:
+                return self.model(t)
+
+        trainer, x = Trainer(Heads()), leaf(2, 3)
+        bodies = {"bound method": trainer.run, "closure": lambda t: trainer.model(t), "argument": Trainer.run}
+        body, given = bodies[how], (trainer, x) if how == "argument" else (x,)
+        for step in range(6):
+            trainer.model.inner.task = ("first", "second")[step % 2]
+            trainer.model.train(step % 3 == 0)
+            expected = torch.autograd.grad(body(*given).sum(), x)[0]
+            output = remat.checkpoint(region_name="c")(body)(*given)
+            trainer.model.train(step % 3 != 0)
+            assert torch.equal(torch.autograd.grad(output.sum(), x)[0], expected)
+
 
 def key(module: nn.Module) -> Any:
     return body_key(module, [])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import warnings
 from typing import Any
@@ -14,6 +15,8 @@ from torch import Tensor
 
 import torch_remat as remat
 from torch_remat.errors import InvalidValueError, ModifiedError, PlaceholderError, RandomStateError
+
+NUMBERS = itertools.count()
 
 
 def changing(state: Hidden, function: Any, name: str = "r") -> Any:
@@ -29,6 +32,7 @@ def changing(state: Hidden, function: Any, name: str = "r") -> Any:
         gate = output.detach() if state["reads"] else hidden.detach()
         return torch.sin(hidden * 2) * gate.sigmoid() + output
 
+    body.__code__ = body.__code__.replace(co_name=f"body_{next(NUMBERS)}")  # never seen before: nothing is known of it
     return body
 
 

@@ -152,7 +152,11 @@ def _value_key_within(value: Any, look: _Look) -> Any:
         return kind, tuple([(_value_key(key, look), _value_key(item, look)) for key, item in value.items()])
     if kind is types.BuiltinFunctionType:
         return kind, value.__name__, getattr(value.__self__, "__name__", None)
-    return _digest(value, _object_parts, look)
+    digest = _digest(value, _object_parts, look)
+    if type(digest) is _Digest and digest.modules:
+        modules = [one for reference in digest.modules if (one := reference()) is not None]
+        return digest, tuple([_switches_of(one, look) for one in modules])
+    return digest
 
 
 _digests: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
@@ -163,7 +167,12 @@ def _digest(value: Any, parts: Callable[[Any, _Look], Any], look: _Look) -> Any:
     try:
         known = _digests.get(value)
         if known is None:
-            known = _digests[value] = _Digest((type(value), parts(value, look)))
+            outer, look.trained = look.trained, []
+            try:
+                known = _digests[value] = _Digest((type(value), parts(value, look)))
+                known.modules = tuple([weakref.ref(one.modules[0]) for one in look.trained])
+            finally:
+                look.trained = outer
         return known
     except TypeError:  # takes no weak reference, or cannot be hashed, as a dataclass that is compared by its fields
         return _parts_now(value, parts, look)
@@ -186,7 +195,7 @@ def _module_parts(module: torch.nn.Module, look: _Look) -> Any:
         (
             path,
             type(one),
-            type(one).forward,
+            getattr(type(one), "forward", None),  # of a scripted module there is none
             tuple(
                 (name, value)
                 for name, value in sorted(vars(one).items())
@@ -311,9 +320,12 @@ def _object_parts(value: Any, look: _Look) -> Any:
 class _Digest:
     """A long part of a key that is hashed once."""
 
-    __slots__ = ("_hash", "_parts")
+    __slots__ = ("_hash", "_parts", "modules")
 
     def __init__(self, parts: tuple[Any, ...]) -> None:
+        self.modules: tuple[
+            weakref.ref[torch.nn.Module], ...
+        ] = ()  # that an object led to: their switches are not in it
         self._parts = parts
         self._hash = hash(parts)
 

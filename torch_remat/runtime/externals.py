@@ -257,9 +257,13 @@ class Before:
         ]
 
 
+def _is_plain(value: Any) -> bool:
+    return type(value) in _PLAIN and value.layout is torch.strided and not (value.is_nested or value.is_quantized)
+
+
 def _same(now: Any, then: Any) -> bool:
     """One tensor, or two plain ones with the same values."""
-    if now is then or type(now) not in _PLAIN or type(then) not in _PLAIN:
+    if now is then or not (_is_plain(now) and _is_plain(then)):
         return now is then and then is not None
     alike = (now.dtype, now.device, now.shape) == (then.dtype, then.device, then.shape)
     return alike and (now.is_meta or torch.equal(now, then))
@@ -346,7 +350,8 @@ def _module_attributes(module: torch.nn.Module, name: str, getter: Getter, seen:
                 at = functools.partial(_attribute, owner, key)
                 yield from _reachable(item, _joined(name, path, key), at, _DEPTH - 1, seen)
         code = functools.partial(_attribute, functools.partial(_type, owner), "forward")
-        yield from _reachable(type(one).forward, _joined(name, path), code, _DEPTH - 1, seen)
+        forward = getattr(type(one), "forward", None)  # of a scripted module there is none
+        yield from _reachable(forward, _joined(name, path), code, _DEPTH - 1, seen)
 
 
 def _inside(value: Any, name: str) -> Iterator[tuple[str, Any, Step]]:

@@ -516,9 +516,9 @@ class ForwardFrame(Frame):
                     f"the input as it was.\nTo fix: work on a copy (x = x.clone()) inside the body."
                 )
         for record in tape.order:
-            for output in persisted(record):
+            for leaf, output in persisted_by_leaf(record):
                 if not output.cloned and _modified(output):
-                    self._forget()
+                    self.known.teach(path_of(tape.order, len(self.slots)), record.name, leaf, clone=True)
                     raise output_modified(tape, record)
 
 
@@ -587,5 +587,10 @@ def _modified(output: Output) -> bool:
 
 def persisted(record: Region) -> list[Output]:
     """The outputs of a SAVE region whose data is kept, and its arguments kept as it left them."""
-    found = [output for output in record.outputs if output.kind is OutputKind.KEPT]
-    return found + [output for _, output in record.changed] if record.changed else found
+    return [output for _, output in persisted_by_leaf(record)]
+
+
+def persisted_by_leaf(record: Region) -> list[tuple[int, Output]]:
+    """As :func:`persisted`, with the leaf of each; of argument ``i``, ``-1 - i``."""
+    found = [(leaf, output) for leaf, output in enumerate(record.outputs) if output.kind is OutputKind.KEPT]
+    return found + [(-1 - index, output) for index, output in record.changed] if record.changed else found

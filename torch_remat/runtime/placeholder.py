@@ -71,6 +71,7 @@ class Origin(NamedTuple):
     checkpoint: str
     what: str
     region: str | None = None
+    leaf: int | None = None
     reader: str | None = None
 
 
@@ -136,6 +137,7 @@ def missing(tensor: Tensor, use: str) -> PlaceholderError:
         f"To fix: call remat.recompute_needs_tensor(tensor) before the read, or mark the region that makes the tensor "
         f"recompute=True (its output is skipped during recompute only because it is recompute=False).",
         origin.region,
+        origin.leaf,
     )
 
 

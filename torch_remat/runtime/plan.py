@@ -96,23 +96,17 @@ class Plan:
         """What tells this path from others of the same body."""
         return path_of(self.steps, self.slots)
 
-    def joined(self, earlier: Plan) -> Plan:
-        """For what an earlier call of the same path needs, too: a body may alternate between two."""
-        if self == earlier:
-            return self
-        watched = {(holder.name, holder.entries) for holder in self.externals}
+    def needing(self, region: str, leaf: int, *, clone: bool) -> Plan:
+        """With ``leaf`` of what ``region`` returns kept, as a copy if the body modifies it."""
+        found = frozenset((leaf,))
         return replace(
             self,
-            steps=tuple(merged([step, other]) for step, other in zip(self.steps, earlier.steps, strict=True)),
-            inputs=self.inputs | earlier.inputs,
-            to_end=self.to_end or earlier.to_end,
-            own_generators=self.own_generators or earlier.own_generators,
-            externals=(
-                *self.externals,
-                *(one for one in earlier.externals if (one.name, one.entries) not in watched),
+            steps=tuple(
+                replace(step, keep=step.keep | found, clone=step.clone | found if clone else step.clone)
+                if step.name == region
+                else step
+                for step in self.steps
             ),
-            under_mode=self.under_mode or earlier.under_mode,
-            replaces=self.replaces or earlier.replaces,
         )
 
 
@@ -127,7 +121,17 @@ def path_of(steps: Iterable[Any], slots: int) -> Path:
 class Known:
     """What is known of one body: plans, newest first, and paths that were taken without being observed."""
 
-    __slots__ = ("clones", "layouts", "plans", "stays_observed", "suspect", "trusted", "under_mode", "unobserved")
+    __slots__ = (
+        "_taught",
+        "clones",
+        "layouts",
+        "plans",
+        "stays_observed",
+        "suspect",
+        "trusted",
+        "under_mode",
+        "unobserved",
+    )
 
     _TRIES = 8
     _PATHS = 16
@@ -141,6 +145,7 @@ class Known:
         self.clones: set[tuple[str, int]] = set()  # (region, leaf) of what is modified in place on some path
         self.layouts: list[Any] = []  # shape, dtype and device of each save in the latest call, for the next to share
         self.unobserved: dict[Path, int] = {}
+        self._taught: dict[Path, set[tuple[str, int, bool]]] = {}  # (region, leaf, whether as a copy)
 
     def wants_observing(self) -> bool:
         """Whether the next call should be observed: a path is unknown, and was not waited for in vain too often."""
@@ -150,18 +155,31 @@ class Known:
         return any(tries < self._TRIES for tries in self.unobserved.values())
 
     def learn(self, plan: Plan) -> None:
-        """Store ``plan``, joined with an earlier one for the same path."""
+        """Store ``plan`` in place of an earlier one for the same path, with what errors have shown to be needed."""
         path = plan.path
-        for earlier in self.plans:
-            if earlier.path == path:
-                plan = plan.joined(earlier)
+        for region, leaf, clone in self._taught.get(path, ()):
+            plan = plan.needing(region, leaf, clone=clone)
         self.stays_observed = max(self.stays_observed - 1, 0)
         self.unobserved.pop(path, None)
         for other in self.unobserved:
             self.unobserved[other] += 1
         self.plans = [plan, *[one for one in self.plans if one.path != path]][: self._PATHS]
         self.under_mode = any(one.under_mode for one in self.plans)
-        self.clones = {(step.name, leaf) for one in self.plans for step in one.steps for leaf in step.clone}
+        self.clones |= {(step.name, leaf) for step in plan.steps for leaf in step.clone}
+
+    def teach(self, path: Path, region: str, leaf: int, *, clone: bool = False) -> None:
+        """An error has shown what replay needs on ``path``: later calls keep it, however rarely it is needed.
+
+        The next calls are observed all the same: the program may have changed for good, and need less of the rest.
+        """
+        if not self.trusted:
+            return
+        if len(self._taught) < self._PATHS:
+            self._taught.setdefault(path, set()).add((region, leaf, clone))
+        self.plans = [one.needing(region, leaf, clone=clone) if one.path == path else one for one in self.plans]
+        if clone:
+            self.clones.add((region, leaf))
+        self.stay_observed()
 
     def stay_observed(self) -> None:
         """Observe the next calls, whichever paths they take.

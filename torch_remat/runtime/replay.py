@@ -34,7 +34,7 @@ from torch_remat.runtime.handed_on import Reads
 from torch_remat.runtime.hooks import pop_hooks, push_hooks
 from torch_remat.runtime.observe import Observer
 from torch_remat.runtime.placeholder import Origin
-from torch_remat.runtime.plan import registry
+from torch_remat.runtime.plan import path_of, registry
 from torch_remat.runtime.replay_frame import CheckedReplayFrame, ReplayFrame, Stop, stand_in, taken
 from torch_remat.runtime.rerun import plan_rerun
 from torch_remat.runtime.state import SameOperations, restored, with_torch_functions
@@ -87,9 +87,13 @@ def _replay(tape: Tape, unfilled: int) -> None:
                 _run(frame, tape, function, args, kwargs)
         else:
             _run(frame, tape, function, args, kwargs)
-    except placeholder.PlaceholderError:
+    except placeholder.PlaceholderError as error:
         if tape.key is not None and tape.fits:  # a path that no plan fits is waited for already
-            registry.known(tape.key).stay_observed()
+            known = registry.known(tape.key)
+            if error.region is None or error.leaf is None:
+                known.stay_observed()
+            else:
+                known.teach(path_of(tape.order, len(tape.slots)), error.region, error.leaf)
         _put_back(guard, tape)
         raise
     except BaseException as error:

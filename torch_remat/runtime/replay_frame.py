@@ -254,7 +254,7 @@ class ReplayFrame(Frame):
                 return as_result(tensor) if output.meta.requires_grad else tensor
             name = display_name(self.tape.name)
             what = f"output {_label(record, position)} of region {display_name(self.tape.name, record.name)}"
-            return stand_in(output.meta, Origin(name, what, record.name))
+            return stand_in(output.meta, Origin(name, what, record.name, position))
         if kind is OutputKind.KEPT:
             return self.data(output, f"output.{position} for {display_name(self.tape.name, record.name)}")
         if kind is OutputKind.OBJECT:

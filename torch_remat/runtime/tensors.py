@@ -40,7 +40,7 @@ def storage_keys(tensor: Tensor) -> list[int]:
         return [key for _, inner in inner_tensors(tensor) for key in storage_keys(inner)]
     try:
         return [tensor.untyped_storage()._cdata]
-    except (NotImplementedError, RuntimeError):
+    except (NotImplementedError, RuntimeError, ValueError):  # the last of what is not initialised yet
         return []
 
 
