@@ -441,6 +441,49 @@ class TestP1StateThatTheBodyBeginsToChange:
             with pytest.raises(ModifiedError, match="mask"):
                 output.sum().backward()
 
+    @pytest.mark.parametrize("hooks", [(), (remat.GeneratorHook(),)], ids=["no hook", "a hook for generators"])
+    @pytest.mark.parametrize("how", ["in a SAVE region", "once per step", "in place, once per step"])
+    def test_p1_refused_though_replay_would_not_repeat_it(self, x: Tensor, how: str, hooks: tuple[Any, ...]) -> None:
+        """The old value was read, and is gone."""
+
+        class Codebook(torch.nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.calls, self.last = 0, -1
+                self.book = tensor()
+
+            def update(self, t: Tensor) -> Tensor:
+                if self.calls >= 3 and self.last != self.calls:
+                    self.last = self.calls
+                    if how == "in place, once per step":
+                        self.book.mul_(0.9)
+                    else:
+                        self.book = self.book * 0.9 + t.detach() * 0.1
+                return t * 1
+
+            def forward(self, t: Tensor) -> Tensor:
+                h = t.sin() * self.book
+                return torch.exp((save(self.update, "update") if how == "in a SAVE region" else self.update)(h))
+
+        module = Codebook()
+        plain = copy.deepcopy(module)
+        checkpointed = remat.checkpoint(region_name="c", recompute_state_hooks=hooks)(module)
+        for call in range(4):
+            module.calls = plain.calls = call
+            if call < 3:
+                for ours, expected in zip(calls(checkpointed, x), calls(plain, x), strict=True):
+                    assert torch.equal(ours, expected)
+            else:
+                with pytest.raises(ModifiedError, match="book"):
+                    checkpointed(x).sum().backward()
+
+    @pytest.mark.parametrize("kind", ["in place", "replaced"])
+    def test_p1_a_hook_for_generators_restores_nothing_else(self, x: Tensor, kind: str) -> None:
+        module = WarmingUp(kind, "changed and read", guarded=False)
+        module.calls = 3
+        with pytest.raises(ModifiedError):
+            remat.checkpoint(recompute_state_hooks=(remat.GeneratorHook(),))(module)(x).sum().backward()
+
     @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support:UserWarning")
     @pytest.mark.parametrize("layout", ["sparse", "sparse_csr", "jagged"])
     def test_p1_of_any_layout(self, layout: str) -> None:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from torch_remat.errors import ModifiedError, display_name
 from torch_remat.runtime import externals
+from torch_remat.runtime.generators import carry_state
 from torch_remat.runtime.handed_on import Reading
 from torch_remat.runtime.plan import Plan, Step
 from torch_remat.runtime.tape import OutputKind, Region, Slot, Tape, WeakStorage
@@ -106,6 +107,7 @@ class BodyGraph:
         self.random: str | None = None
         self.own_generators = False
         self.under_mode = False
+        self.updates = False  # SAVE regions may have changed something from outside in place
         self.swapped = False  # something is saved while a parameter has other data: replay must come to where it ends
         self.readers: dict[int, str] = {}  # source -> who reads it first, once there is a plan
         self.replaced: list[externals.Replaced] = []  # places from which backward's tensors were computed
@@ -173,6 +175,11 @@ class BodyGraph:
     def is_saved(self, key: int) -> bool:
         """Whether a living slot of recomputed code lies in the storage."""
         return any(event.storage == key and event.slot() is not None for event in self._events)
+
+    def is_outside(self, key: int) -> bool:
+        """Whether the storage is from outside, or was not seen yet."""
+        node = self.writer.get(key)
+        return node is None or self.nodes[node].kind == EXTERNAL
 
     def is_operation(self, key: int) -> bool:
         """Whether an operation of recomputed code wrote the storage last."""
@@ -306,8 +313,18 @@ class BodyGraph:
         self.handed_on = [key for key in wanted if key in self._read_at]
         self.out_of_reach = not reached.issuperset(self.handed_on)
         slots = len(self.tape.slots)
-        random, own = self.random, self.own_generators
-        return Plan(steps, slots, frozenset(inputs), to_end, random, own, found, self.under_mode, bool(replaced))
+        return Plan(
+            steps,
+            slots,
+            inputs=frozenset(inputs),
+            to_end=to_end,
+            random=self.random,
+            own_generators=self.own_generators,
+            externals=found,
+            under_mode=self.under_mode,
+            replaces=bool(replaced or self.handed_on),
+            updates=self.updates,
+        )
 
     def readings(self) -> list[Reading]:
         """What replay has to read because a SAVE region handed it on beside its outputs."""
@@ -332,7 +349,7 @@ class BodyGraph:
         }
         own = self._own_storages()
         if any(_is_stored(key, own) for key in candidates):
-            gc.collect()  # functions inside the body that know themselves keep its variables until then
+            gc.collect(1)  # functions inside the body that know themselves keep its variables until then
         return [node for key, node in candidates.items() if _is_stored(key, own)]
 
     def _own_storages(self) -> dict[int, list[Any]]:
@@ -513,7 +530,7 @@ class BodyGraph:
                     f"To fix: pass the tensor to the region as an argument, work on a .clone() inside the region, or "
                     f"mark it recompute=True."
                 )
-        if self.tape.hooks:
+        if carry_state(self.tape.hooks):
             return  # the user carries state; what is modified outside the body is theirs to restore
         for source, (count, region) in self._updated.items():
             if any(node < count and source in self.nodes[node].reads for node in needed):

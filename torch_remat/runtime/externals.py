@@ -38,6 +38,7 @@ __all__ = [
     "changed_again",
     "find",
     "locate",
+    "overwritten",
     "root_of",
 ]
 
@@ -205,10 +206,35 @@ class Seen:
                 yield name, tensor
             elif tensor.requires_grad is not self.gradients[index]:
                 yield f"{name}.requires_grad", tensor
-            elif now is not tensor and not (
-                self._holder.is_parameter(index) and (type(now) not in _PLAIN or type(tensor) not in _PLAIN)
-            ):
+            elif now is not tensor and not self.is_swapped(index, tensor, now):
                 yield name, now
+
+    def is_swapped(self, index: int, then: Any, now: Any) -> bool:
+        """Whether tensor ``index`` is a parameter that has become sharded, or whole: as good as the same."""
+        return self._holder.is_parameter(index) and (type(now) not in _PLAIN or type(then) not in _PLAIN)
+
+
+def overwritten(found: list[Seen], *, replaced: bool, updated: bool) -> str | None:
+    """Where a body has changed one of ``found`` so that what it read before that may be lost; None where it is not.
+
+    In place, unless ``updated``, or by a tensor that does not hold the old values, unless ``replaced``: then it is
+    known that it reads what is there afterwards.
+    """
+    for seen in found:
+        for index, (then, now) in enumerate(zip(seen.then(), seen.now(), strict=True)):
+            if not updated and then is not None and then._version != seen.versions[index]:
+                return seen.named(index)
+            if now is not then and not (replaced or seen.is_swapped(index, then, now) or _extends(now, then)):
+                return seen.named(index)
+    return None
+
+
+def _extends(now: Any, then: Any) -> bool:
+    """Whether a plain tensor has the values of another one, up to its size: a table that has grown, another dtype."""
+    if not (_is_plain(now) and _is_plain(then)) or now.dim() != then.dim() or now.device != then.device:
+        return False
+    part = tuple([slice(min(sizes)) for sizes in zip(now.shape, then.shape, strict=True)])
+    return now.is_meta or torch.equal(now[part].to(then.dtype), then[part])
 
 
 class Memories:

@@ -28,7 +28,7 @@ from torch_remat.runtime.captured import captured
 from torch_remat.runtime.compiled_code import compiles, what_saves
 from torch_remat.runtime.dynamo import eager_only, live
 from torch_remat.runtime.frame import Frame, current_frame, scopes
-from torch_remat.runtime.generators import random_message
+from torch_remat.runtime.generators import carry_state, random_message
 from torch_remat.runtime.handed_on import HandedOn
 from torch_remat.runtime.hooks import (
     HookPair,
@@ -427,19 +427,21 @@ class ForwardFrame(Frame):
         """What replay will read from outside, as it is now.
 
         What the body has changed of it would have been refused where the body was observed, if it did so then. Whether
-        forward read the old value or the new one nobody knows; if replay changes it again, it has read another one.
+        forward read the old value or the new one nobody knows.
         """
         tape = self.tape
         tape.externals = next((before for one, before in self.located if one is plan), [])
-        name = next((name for seen in tape.externals if (name := seen.changed()) is not None), None)
-        if name is not None and tape.guards and not tape.hooks and not plan.replaces:
-            self._forget()
-            raise externals.changed_again(tape.name, name)
-        if name is not None or not tape.externals:
+        changed = any(seen.changed() is not None for seen in tape.externals)
+        if changed and not carry_state(tape.hooks):
+            name = externals.overwritten(tape.externals, replaced=plan.replaces, updated=plan.updates)
+            if name is not None:
+                self._forget()
+                raise externals.changed_again(tape.name, name)
+            tape.changes = True
+        if changed or not tape.externals:
             tape.root = tape.root or externals.root_of(tape)
             tape.externals = externals.locate(tape.root, plan.externals)
-        if name is not None:
-            tape.changes, tape.to_end = not tape.hooks, True
+        tape.to_end = tape.to_end or changed
 
     def _settle(self, outputs: list[Any]) -> Plan | None:
         tape = self.tape

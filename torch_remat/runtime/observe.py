@@ -122,6 +122,8 @@ class Observer(TorchDispatchMode):
             for key in storage_keys(arguments[argument]):
                 self._origins.setdefault(key, []).append((index, output))
                 unclaimed.discard(key)
+        outside = map(self.graph.is_outside, self._region_writes - self._region_made)
+        self.graph.updates = self.graph.updates or any(outside)
         for key in unclaimed:  # modified, and not as an argument: a captured tensor
             if self.graph.is_saved(key):
                 raise ModifiedError(

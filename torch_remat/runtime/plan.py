@@ -89,7 +89,9 @@ class Plan:
     under_mode: bool = False
     """Some operation saves other tensors under a dispatch mode, as the observed call was: all calls run under one."""
     replaces: bool = False
-    """The body replaced something from outside; if it read it, it read only what it put there."""
+    """The body put something in its place outside; if it read it, it read only what it put there."""
+    updates: bool = False
+    """SAVE regions changed something from outside in place; recomputed code read it afterwards only."""
 
     @property
     def path(self) -> Path:
