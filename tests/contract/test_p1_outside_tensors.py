@@ -477,6 +477,33 @@ class TestP1StateThatTheBodyBeginsToChange:
                 with pytest.raises(ModifiedError, match="book"):
                     checkpointed(x).sum().backward()
 
+    @pytest.mark.parametrize("converted", [False, True])
+    def test_p1_what_is_made_anew_every_few_steps_is_no_fault(self, x: Tensor, converted: bool) -> None:
+        """From what does not change with it: replay makes it again, or finds it."""
+
+        class Quantized(torch.nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.linear = torch.nn.Linear(3, 3, dtype=torch.float64)
+                self.step = 0
+                self.rounded: Any = None
+
+            def forward(self, t: Tensor) -> Tensor:
+                if self.step % 3 == 0:
+                    self.rounded = torch.round(self.linear.weight.detach() * 8) / 8
+                return torch.exp(t @ (self.rounded.double() if converted else self.rounded))
+
+        module = Quantized()
+        plain = copy.deepcopy(module)
+        checkpointed = remat.checkpoint(region_name="c")(module)
+        for step in range(12):
+            module.step = plain.step = step
+            with torch.no_grad():
+                for one in (module, plain):
+                    one.linear.weight.add_(0.3)
+            for ours, expected in zip(calls(checkpointed, x), calls(plain, x), strict=True):
+                assert torch.equal(ours, expected)
+
     @pytest.mark.parametrize("kind", ["in place", "replaced"])
     def test_p1_a_hook_for_generators_restores_nothing_else(self, x: Tensor, kind: str) -> None:
         module = WarmingUp(kind, "changed and read", guarded=False)
@@ -508,7 +535,7 @@ class TestP1StateThatTheBodyBeginsToChange:
             for ours, expected in zip(calls(checkpointed, x), calls(plain, x), strict=True):
                 assert torch.equal(ours, expected)
 
-    def test_p1_a_cache_that_grows_is_no_fault(self) -> None:
+    def test_p1_a_cache_that_converted_is_no_fault(self) -> None:
         class Rotary(torch.nn.Module):
             def __init__(self) -> None:
                 super().__init__()

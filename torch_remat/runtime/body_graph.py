@@ -362,10 +362,11 @@ class BodyGraph:
                         found.setdefault(storage._cdata, []).append(storage)
         return found
 
-    def check_replay(self, slots: list[Slot], changed: list[tuple[str, Any]]) -> None:
+    def check_replay(self, slots: list[Slot], changed: list[tuple[str, Any]], suspects: list[tuple[str, Any]]) -> None:
         """Refuse what the replay just observed has read and should not have: what is no longer as forward left it.
 
-        ``slots`` are those that it has filled, ``changed`` what was modified or replaced since forward, with names.
+        ``slots`` are those that it has filled, ``changed`` what was modified or replaced since forward, with names, and
+        ``suspects`` what the body itself has changed in forward.
         """
         saves = [self.writer[key] for slot in slots for key in _keys_in(slot) if key in self.writer]
         writing = {node for node, _ in self.writes}
@@ -376,6 +377,9 @@ class BodyGraph:
         for name, tensor in changed:
             if isinstance(tensor, Tensor) and not read.isdisjoint(storage_keys(tensor)):
                 raise externals.changed(self.tape.name, name)
+        for name, tensor in suspects:
+            if tensor is None or not read.isdisjoint(storage_keys(tensor)):
+                raise externals.changed_again(self.tape.name, name)
 
     def _shells(self, needed: set[int], keep: dict[int, set[int]]) -> dict[int, set[int]]:
         """Outputs that nobody reads before another SAVE region overwrites them, where that region's version is needed.

@@ -214,19 +214,20 @@ class Seen:
         return self._holder.is_parameter(index) and (type(now) not in _PLAIN or type(then) not in _PLAIN)
 
 
-def overwritten(found: list[Seen], *, replaced: bool, updated: bool) -> str | None:
-    """Where a body has changed one of ``found`` so that what it read before that may be lost; None where it is not.
+def overwritten(found: list[Seen], *, replaced: bool, updated: bool) -> list[str]:
+    """Where a body has changed some of ``found`` so that what it read before that may be lost.
 
     In place, unless ``updated``, or by a tensor that does not hold the old values, unless ``replaced``: then it is
     known that it reads what is there afterwards.
     """
+    lost: list[str] = []
     for seen in found:
         for index, (then, now) in enumerate(zip(seen.then(), seen.now(), strict=True)):
-            if not updated and then is not None and then._version != seen.versions[index]:
-                return seen.named(index)
-            if now is not then and not (replaced or seen.is_swapped(index, then, now) or _extends(now, then)):
-                return seen.named(index)
-    return None
+            in_place = not updated and then is not None and then._version != seen.versions[index]
+            kept = now is then or replaced or seen.is_swapped(index, then, now) or _extends(now, then)
+            if in_place or not kept:
+                lost.append(seen.named(index))
+    return lost
 
 
 def _extends(now: Any, then: Any) -> bool:

@@ -427,17 +427,16 @@ class ForwardFrame(Frame):
         """What replay will read from outside, as it is now.
 
         What the body has changed of it would have been refused where the body was observed, if it did so then. Whether
-        forward read the old value or the new one nobody knows.
+        forward read the old value or the new one nobody knows: replay may read neither.
         """
         tape = self.tape
         tape.externals = next((before for one, before in self.located if one is plan), [])
         changed = any(seen.changed() is not None for seen in tape.externals)
         if changed and not carry_state(tape.hooks):
-            name = externals.overwritten(tape.externals, replaced=plan.replaces, updated=plan.updates)
-            if name is not None:
-                self._forget()
-                raise externals.changed_again(tape.name, name)
             tape.changes = True
+            tape.suspects = externals.overwritten(tape.externals, replaced=plan.replaces, updated=plan.updates)
+            if tape.suspects:
+                self._forget()
         if changed or not tape.externals:
             tape.root = tape.root or externals.root_of(tape)
             tape.externals = externals.locate(tape.root, plan.externals)

@@ -371,7 +371,10 @@ class Observer(TorchDispatchMode):
         """Refuse what a replay, observed to its end, should not have read or drawn."""
         self._check_host_random()
         changed = [found for seen in self._tape.externals for found in seen.all_changed()]
-        self.graph.check_replay([slot for slot in self._tape.living_slots() if slot.tensor is not None], changed)
+        slots = [slot for slot in self._tape.living_slots() if slot.tensor is not None]
+        suspects = self._tape.suspects
+        places = [(seen.named(index), one) for seen in self._tape.externals for index, one in enumerate(seen.then())]
+        self.graph.check_replay(slots, changed, [place for place in places if place[0] in suspects])
 
 
 def output_modified(tape: Tape, record: Region) -> ModifiedError:

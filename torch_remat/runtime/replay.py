@@ -73,7 +73,7 @@ def _replay(tape: Tape, unfilled: int) -> None:
     try:
         for hook, state in zip(tape.hooks, tape.states, strict=True):
             hook.restore(state)
-        if not tape.fits:
+        if not tape.fits or tape.suspects:
             with _ReplayObserver(tape, frame) as watch:
                 _run(frame, tape, function, args, kwargs)
             watch.check_replay()
@@ -117,11 +117,10 @@ def _replay(tape: Tape, unfilled: int) -> None:
     if moved is not None:
         _judge(tape, frame, guard, moved)
     if tape.changes:
-        for seen in tape.externals:
-            name = seen.changed()
-            if name is not None:
-                registry.known(tape.key).stay_observed()
-                raise externals.changed_again(tape.name, name)
+        lost = externals.overwritten(tape.externals, replaced=False, updated=False)
+        if lost:
+            registry.known(tape.key).stay_observed()
+            raise externals.changed_again(tape.name, lost[0])
     if tape.check is not None:
         tape.check.compare(tape)
 

@@ -314,6 +314,7 @@ class Tape:
         "spans",
         "spec",
         "states",
+        "suspects",
         "task",
         "to_end",
         "trained",
@@ -344,6 +345,7 @@ class Tape:
         self.externals: list[Any] = []
         self.root: Any = None  # from where they were found
         self.changes = False  # the body itself has changed one of them, and did not when it was observed
+        self.suspects: list[str] = []  # names of those of which it may have read the old value
         self.handed_on: Any = None  # what SAVE regions handed on beside their outputs; see handed_on.py
         self.first_sequence_nr = 0  # autograd nodes of this body have at least this number
         self.key: Any = None  # under which the plans of this body are registered
@@ -373,6 +375,7 @@ class Tape:
         self.states = []
         self.trained = []
         self.externals = []
+        self.suspects = []
         self.root = None
         self.handed_on = None
 
