@@ -14,7 +14,7 @@ from helpers.events import under
 from torch import Tensor
 
 import torch_remat as remat
-from torch_remat.errors import RematError
+from torch_remat.errors import RematError, SavesDriftError
 
 
 class TestBadOptions:
@@ -257,6 +257,19 @@ class TestDrift:
             return torch.sin(torch.sin(t))
 
         engine.backward([engine.checkpoint(body)(x).sum()])
+
+    def test_drift_whose_error_another_one_hides(self, engine: EagerEngine, x: Tensor) -> None:
+        """As TorchScript does, which raises an error of its own, without a text, for what a pack hook raises."""
+
+        def body(t: Tensor) -> Tensor:
+            rows = 2 if remat.is_recomputing() else 3
+            try:
+                return torch.exp(t[:rows].sin())
+            except Exception as error:
+                raise RuntimeError from error
+
+        with pytest.raises(SavesDriftError, match="different metadata"):
+            engine.backward([engine.checkpoint(body)(x).sum()])
 
     @pytest.mark.parametrize(
         ("forward", "replay", "phrase"),

@@ -235,7 +235,7 @@ def _extends(now: Any, then: Any) -> bool:
     if not (_is_plain(now) and _is_plain(then)) or now.dim() != then.dim() or now.device != then.device:
         return False
     part = tuple([slice(min(sizes)) for sizes in zip(now.shape, then.shape, strict=True)])
-    return now.is_meta or torch.equal(now[part].to(then.dtype), then[part])
+    return _are_equal(now[part].to(then.dtype), then[part])
 
 
 class Memories:
@@ -244,7 +244,7 @@ class Memories:
     _LOOKS = 100_000  # at so many parameters, then no more
 
     def __init__(self, root: Root) -> None:
-        holders = find(root, lambda tensor: type(tensor) is torch.nn.Parameter and not tensor.is_meta)
+        holders = find(root, lambda tensor: type(tensor) is torch.nn.Parameter and _is_plain(tensor))
         self._parameters = [tensor for seen in locate(root, holders) for tensor in seen.then()]
         self._addresses = self._now()
         self._looks = self._LOOKS
@@ -293,7 +293,14 @@ def _same(now: Any, then: Any) -> bool:
     if now is then or not (_is_plain(now) and _is_plain(then)):
         return now is then and then is not None
     alike = (now.dtype, now.device, now.shape) == (then.dtype, then.device, then.shape)
-    return alike and (now.is_meta or torch.equal(now, then))
+    return alike and _are_equal(now, then)
+
+
+def _are_equal(now: Tensor, then: Tensor) -> bool:
+    """Whether the values are equal. While a CUDA graph is captured nobody can tell."""
+    if now.is_cuda and torch.cuda.is_current_stream_capturing():
+        return False
+    return now.is_meta or torch.equal(now, then)
 
 
 def locate(root: Root, holders: tuple[Holder, ...]) -> list[Seen]:

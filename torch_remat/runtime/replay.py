@@ -198,8 +198,10 @@ def _run(frame: ReplayFrame, tape: Tape, function: Any, args: Any, kwargs: Any) 
         frame.finished()
     except Stop:
         pass
-    except Exception:
+    except Exception as error:
         if not frame.done:
+            if frame.refused is not None and error is not frame.refused:
+                raise frame.refused from error
             raise
     finally:
         frame.close()

@@ -80,6 +80,7 @@ class ReplayFrame(Frame):
         self._unpacked: list[Packed] = []  # for the outputs of the region that is being skipped
         # What the graph of this pass saves. User state may hold a tensor of it, and with that the graph.
         self._holders: list[list[Tensor]] = []
+        self.refused: Exception | None = None  # why a save was refused
         self.drew = False  # a watched replay has drawn random numbers
         self._inner = 0
         self._wraps = bool(events.region_called.listeners) or profiling()
@@ -95,7 +96,7 @@ class ReplayFrame(Frame):
         self._position = position + 1
         slots = self.tape.slots
         if position >= len(slots):
-            raise SavesDriftError(self._drift(f"it saves more than the {len(slots)} tensors of forward"))
+            raise self._refuse(SavesDriftError(self._drift(f"it saves more than the {len(slots)} tensors of forward")))
         if self._codes is not None:
             code = what_saves()
             if code is not self._codes[position]:
@@ -109,11 +110,16 @@ class ReplayFrame(Frame):
         if slot is not None and slot.tensor is None:
             if slot.expected is not None and (tensor.shape, tensor.dtype, tensor.device) != slot.expected:
                 found = (tensor.shape, tensor.dtype, tensor.device)
-                raise SavesDriftError(self._metadata(position, slot.expected, found, tensor))
+                raise self._refuse(SavesDriftError(self._metadata(position, slot.expected, found, tensor)))
             if type(tensor) is not Tensor and is_placeholder(tensor):
-                raise placeholder.missing(tensor, "backward needs what is computed from it")
+                raise self._refuse(placeholder.missing(tensor, "backward needs what is computed from it"))
             self._fill(slot, kept)
         return holder
+
+    def _refuse(self, error: Exception) -> Exception:
+        """``error``, also for the case that what calls the pack hook (TorchScript) raises another one in its place."""
+        self.refused = error
+        return error
 
     def _fill(self, slot: Slot, tensor: Tensor, *, trusted: bool = True) -> None:
         slot.fill(tensor, tensor._version, self._trusted and trusted)
