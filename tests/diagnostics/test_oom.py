@@ -260,6 +260,8 @@ def frame(filename: str, line: int, name: str) -> dict[str, Any]:
 
 
 def snapshot_of(tensor: Tensor, frames: list[dict[str, Any]], state: str = "active_allocated") -> dict[str, Any]:
+    # A storage smaller than its block would leave addresses in it to other tensors.
+    assert tensor.untyped_storage().nbytes() == 512
     address = tensor.untyped_storage().data_ptr()
     blocks = [
         {"address": address - 512, "size": 512, "state": "inactive", "frames": []},
@@ -277,32 +279,31 @@ class TestAllocations:
     )
 
     def test_the_innermost_line_of_the_user(self):
-        tensor = torch.zeros(8)
+        tensor = torch.zeros(128)
         annotate = remat.memory_snapshot_annotate(snapshot_of(tensor, list(self.FRAMES)))
         assert annotate(tensor) == "model.py:12 forward"
         assert annotate(tensor[3:]) == "model.py:12 forward"
 
     def test_without_one_the_innermost_of_all(self):
-        tensor = torch.zeros(8)
+        tensor = torch.zeros(128)
         annotate = remat.memory_snapshot_annotate(snapshot_of(tensor, list(self.FRAMES[:2])))
         assert annotate(tensor) == "functional.py:5"
 
     @pytest.mark.parametrize("frames", [[], None])
     def test_no_frames_no_label(self, frames: Any):
-        tensor = torch.zeros(8)
+        tensor = torch.zeros(128)
         assert remat.memory_snapshot_annotate(snapshot_of(tensor, frames))(tensor) is None
 
     def test_freed_blocks_other_memory_and_odd_tensors_have_none(self):
-        tensor, other = torch.zeros(8), torch.zeros(8)
+        tensor = torch.zeros(128)
         freed = snapshot_of(tensor, list(self.FRAMES), "inactive")
         assert remat.memory_snapshot_annotate(freed)(tensor) is None
         annotate = remat.memory_snapshot_annotate(snapshot_of(tensor, list(self.FRAMES)))
         assert annotate(torch.zeros(1000)) is None
         assert annotate(torch.eye(2).to_sparse()) is None
-        del other
 
     def test_blocks_without_addresses_follow_each_other(self):
-        tensor = torch.zeros(8)
+        tensor = torch.zeros(128)
         snapshot = snapshot_of(tensor, list(self.FRAMES))
         for block in snapshot["segments"][0]["blocks"]:
             del block["address"]
@@ -315,7 +316,7 @@ class TestAllocations:
         remat.clear_memory_snapshot_cache()
 
     def test_a_snapshot_is_fetched_again_when_the_allocator_has_moved(self, monkeypatch: pytest.MonkeyPatch):
-        tensor = torch.zeros(8)
+        tensor = torch.zeros(128)
         count = {"allocated": 1}
         fetched: list[int] = []
 
