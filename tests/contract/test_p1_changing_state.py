@@ -52,16 +52,21 @@ class Averaging(torch.nn.Module):
 
 
 class Restores:
-    """A state hook for a module's mean, by identity or by value."""
+    """A state hook for a module's mean, by identity, by value, or written into the tensor that is there."""
 
-    def __init__(self, module: Averaging, by: str) -> None:
+    def __init__(self, module: Any, by: str) -> None:
         self.module, self.by = module, by
 
     def snapshot(self) -> Tensor:
         return self.module.mean if self.by == "identity" else self.module.mean.clone()
 
     def restore(self, state: Tensor) -> None:
-        self.module.mean = state if self.by == "identity" else state.clone()
+        if self.by == "copy":
+            self.module.mean.copy_(state)
+        elif self.by == "data":
+            self.module.mean.data.copy_(state)
+        else:
+            self.module.mean = state if self.by == "identity" else state.clone()
 
 
 class Nothing:
@@ -259,6 +264,41 @@ class TestP1StateThatTheBodyBeginsToChange:
         module.calls = 3
         with pytest.raises(ModifiedError):
             remat.checkpoint(recompute_state_hooks=(remat.GeneratorHook(),))(module)(x).sum().backward()
+
+    @pytest.mark.parametrize("starts", [0, 3])
+    @pytest.mark.parametrize("kind", ["in place", "replaced"])
+    @pytest.mark.parametrize("order", ["changed and read", "read and changed"])
+    def test_p1_a_hook_for_something_else_does_not_hide_it(self, x: Tensor, starts: int, kind: str, order: str) -> None:
+        module = WarmingUp(kind, order, guarded=False)
+        checkpointed = remat.checkpoint(recompute_state_hooks=(Nothing(),))(module)
+        for call in range(starts, 5):
+            module.calls = call
+            if call <= 2:
+                checkpointed(x).sum().backward()
+                continue
+            with pytest.raises(ModifiedError, match=r"mean|modifies a tensor from outside"):
+                checkpointed(x).sum().backward()
+
+    @pytest.mark.parametrize("starts", [0, 3])
+    @pytest.mark.parametrize(
+        ("kind", "by"),
+        [
+            (kind, by)
+            for kind in ("in place", "replaced")
+            for by in ("value", "copy", "data" if kind == "in place" else "identity")
+        ],
+    )
+    @pytest.mark.parametrize("order", ["changed and read", "read and changed"])
+    def test_p1_beside_a_hook_for_it_all_is_well(self, x: Tensor, starts: int, kind: str, by: str, order: str) -> None:
+        module = WarmingUp(kind, order, guarded=False)
+        plain = copy.deepcopy(module)
+        hooks = (Nothing(), Restores(module, by))
+        checkpointed = remat.checkpoint(recompute_state_hooks=hooks)(module)
+        for call in range(starts, 6):
+            module.calls = plain.calls = call
+            for ours, expected in zip(grads(checkpointed(x), x), grads(plain(x), x), strict=True):
+                assert torch.equal(ours, expected)
+            assert torch.equal(module.mean, plain.mean)
 
     @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support:UserWarning")
     @pytest.mark.parametrize("layout", ["sparse", "sparse_csr", "jagged"])

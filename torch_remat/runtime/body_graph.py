@@ -371,7 +371,7 @@ class BodyGraph:
         saves = [self.writer[key] for slot in slots for key in _keys_in(slot) if key in self.writer]
         writing = {node for node, _ in self.writes}
         values = self._slice(saves + [root for root in self.roots if root not in writing])
-        self._check(values, values)
+        self._check(values, values, replaying=True)
         read = {self.nodes[node].detail for node in values if self.nodes[node].kind == EXTERNAL}
         read -= set(self.external_writes)
         for name, tensor in changed:
@@ -522,7 +522,7 @@ class BodyGraph:
                     f"To fix: pass the tensor to the region as an argument, or return a .clone() of the view."
                 )
 
-    def _check(self, needed: set[int], values: set[int]) -> None:
+    def _check(self, needed: set[int], values: set[int], *, replaying: bool = False) -> None:
         """Refuse what replay could not reproduce. ``values`` are the nodes that backward's tensors are made from."""
         for node in needed:
             kind, _, detail = self.nodes[node]
@@ -534,11 +534,18 @@ class BodyGraph:
                     f"To fix: pass the tensor to the region as an argument, work on a .clone() inside the region, or "
                     f"mark it recompute=True."
                 )
-        if carry_state(self.tape.hooks):
-            return  # the user carries state; what is modified outside the body is theirs to restore
+        lost = self._lost(needed, values)
+        if lost and carry_state(self.tape.hooks):
+            lost = {} if replaying else self._unrestored(lost)
+        for error in lost.values():
+            raise error
+
+    def _lost(self, needed: set[int], values: set[int]) -> dict[int, ModifiedError]:
+        """The storages from outside that the body reads and has changed in place, with the error for each."""
+        lost: dict[int, ModifiedError] = {}
         for source, (count, region) in self._updated.items():
             if any(node < count and source in self.nodes[node].reads for node in needed):
-                raise ModifiedError(
+                lost[self.nodes[source].detail] = ModifiedError(
                     f"Region {display_name(self.tape.name, region)} (recompute=False) modifies in place a tensor from "
                     f"outside that recomputed code has read before; replay would read it as the region left it.\n"
                     f"To fix: read it after the region, or mark the region recompute=True."
@@ -548,10 +555,25 @@ class BodyGraph:
             states = {*writers, *(node for node in values if self.nodes[node] == (EXTERNAL, (), key))}
             read = any(node not in writers and not states.isdisjoint(self.nodes[node].reads) for node in values)
             if read and tensor._version != version:
-                raise ModifiedError(
+                lost[key] = ModifiedError(
                     f"Recomputed code of checkpoint {display_name(self.tape.name)} modifies a tensor from outside in "
                     f"place ({where}) and reads it, too; a replay would read it as this call left it, modify it a "
                     f"second time, and compute something else. (Whether is_recomputing() guards it is not looked at.)\n"
                     f"To fix: put that code in a region with recompute=False that takes the tensor as an argument, or "
                     f"pass a state hook that restores it (recompute_state_hooks=...)."
                 )
+        return lost
+
+    def _unrestored(self, lost: dict[int, ModifiedError]) -> dict[int, ModifiedError]:
+        """Those of the storages that the state hooks do not restore, as far as a path leads to them."""
+        root = externals.root_of(self.tape)
+        reached: set[int] = set()
+        holders = externals.find(root, functools.partial(_is_among, set(lost), reached))
+        places = [
+            externals.Lost(seen, index)
+            for seen in externals.locate(root, holders)
+            for index, _ in enumerate(seen.versions)
+        ]
+        alone = externals.unrestored(self.tape, places)
+        keys = {key for one in alone for key in storage_keys(one.then)}
+        return {key: error for key, error in lost.items() if key in keys}

@@ -385,6 +385,10 @@ class ForwardFrame(Frame):
     def finish(self, outputs: list[Any]) -> None:
         """Settle what is kept, check what was modified, complete the tape."""
         tape = self.tape
+        for reference in self.loose:
+            slot = reference()
+            if slot is not None and not slot.is_modified():
+                slot.probe = None
         plan = self._settle(outputs)
         tape.fits = plan is not None
         if plan is not None:
@@ -410,10 +414,6 @@ class ForwardFrame(Frame):
         self._keep_inputs(plan)
         if any(True for _ in tape.living_slots()):
             self._check_versions()
-        for reference in self.loose:
-            slot = reference()
-            if slot is not None and not slot.is_modified():
-                slot.probe = None
         tape.complete = True
 
     def _locate(self) -> None:
@@ -432,9 +432,11 @@ class ForwardFrame(Frame):
         tape = self.tape
         tape.externals = next((before for one, before in self.located if one is plan), [])
         changed = any(seen.changed() is not None for seen in tape.externals)
-        if changed and not carry_state(tape.hooks):
-            tape.changes = True
-            tape.suspects = externals.overwritten(tape.externals, replaced=plan.replaces, updated=plan.updates)
+        if changed:
+            lost = externals.overwritten(tape.externals, replaced=plan.replaces, updated=plan.updates)
+            carried = carry_state(tape.hooks)
+            tape.suspects = [one.name for one in (externals.unrestored(tape, lost) if carried else lost)]
+            tape.changes = not carried or bool(tape.suspects)
             if tape.suspects:
                 self._forget()
         if changed or not tape.externals:

@@ -25,6 +25,7 @@ from torch_remat.runtime.graft import Seed
 from torch_remat.runtime.inner_backward import check_inner_backward, was_there
 from torch_remat.runtime.placeholder import METADATA_ONLY, runs_without_data, user_line
 from torch_remat.runtime.plan import Plan
+from torch_remat.runtime.state import as_restored
 from torch_remat.runtime.tape import Kept, Output, OutputKind, Region, Slot, Tape
 from torch_remat.runtime.tensors import (
     fills_its_memory,
@@ -343,7 +344,8 @@ class Observer(TorchDispatchMode):
         """
         tape = self._tape
         if tape.hooks:
-            still = self._replaced_for_hooks()
+            with as_restored(tape.hooks, tape.states):
+                still = set() if self._before is None else {one.name for one in self._before.replaced()}
             replaced = [one for one in replaced if one.name in still]
         for one in replaced:
             if self.graph.reads_old(one):
@@ -354,18 +356,6 @@ class Observer(TorchDispatchMode):
                     f"{one.name} (recompute_state_hooks=...)."
                 )
             tape.changes = tape.to_end = True
-
-    def _replaced_for_hooks(self) -> set[str]:
-        """Names of places where replay would find something else, the state hooks having restored what they do."""
-        tape, before = self._tape, self._before
-        now = [hook.snapshot() for hook in tape.hooks]
-        try:
-            for hook, state in zip(tape.hooks, tape.states, strict=True):
-                hook.restore(state)
-            return set() if before is None else {one.name for one in before.replaced()}
-        finally:
-            for hook, state in zip(tape.hooks, now, strict=True):
-                hook.restore(state)
 
     def check_replay(self) -> None:
         """Refuse what a replay, observed to its end, should not have read or drawn."""

@@ -120,7 +120,7 @@ def _replay(tape: Tape, unfilled: int) -> None:
         lost = externals.overwritten(tape.externals, replaced=False, updated=False)
         if lost:
             registry.known(tape.key).stay_observed()
-            raise externals.changed_again(tape.name, lost[0])
+            raise externals.changed_again(tape.name, lost[0].name)
     if tape.check is not None:
         tape.check.compare(tape)
 

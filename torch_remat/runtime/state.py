@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_dispatch_stack_
 
 from torch_remat.runtime.dynamo import frames_compiled_by, set_frames_compiled_by
 
-__all__ = ["Ambient", "RecomputeStateHook", "restored", "with_torch_functions"]
+__all__ = ["Ambient", "RecomputeStateHook", "as_restored", "restored", "with_torch_functions"]
 
 
 @runtime_checkable
@@ -26,7 +26,8 @@ class RecomputeStateHook(Protocol):
 
     ``snapshot`` runs at entry of the checkpoint, after each SAVE region that ran, and before each replay (the outer
     state). ``restore`` runs in the thread that replays: with the entry snapshot at the start, with a region's exit
-    snapshot where replay skips that region, and with the outer snapshot at the end, also when replay raises. A snapshot
+    snapshot where replay skips that region, and with the outer snapshot at the end, also when replay raises. Where the
+    body changes state that it reads, forward restores the entry once to see whether the hook brings it back. A snapshot
     may be restored many times.
     """
 
@@ -37,6 +38,19 @@ class RecomputeStateHook(Protocol):
     def restore(self, state: Any) -> None:
         """Make ``state``, a result of :meth:`snapshot`, the present state."""
         ...
+
+
+@contextlib.contextmanager
+def as_restored(hooks: tuple[RecomputeStateHook, ...], states: list[Any]) -> Iterator[None]:
+    """With the state hooks set to ``states``, as a replay sets them; afterwards they are as before."""
+    now = [hook.snapshot() for hook in hooks]
+    try:
+        for hook, state in zip(hooks, states, strict=True):
+            hook.restore(state)
+        yield
+    finally:
+        for hook, state in zip(hooks, now, strict=True):
+            hook.restore(state)
 
 
 class Ambient:
