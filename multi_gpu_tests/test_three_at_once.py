@@ -6,11 +6,9 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from compositions import OURS, Annotated, Measured, gradients, measured
-from test_mixed import sharded
+from compositions import OURS, Measured, measured
+from test_mixed import assert_replay_leaves_out_one_reduction, sharded, sharded_mlps
 from test_pipeline import MICROBATCHES, Pipeline, Stage, eager
-from test_tensor_parallel import PARTS, TwoMlps
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -71,31 +69,11 @@ def test_p4_p6_a_pipeline_of_sharded_tensor_parallel_stages(name, device, cube):
 
 
 def hsdp_with_tensor_parallel(run: str, device: torch.device, cube: DeviceMesh) -> Measured:
-    torch.manual_seed(0)
-    annotated = Annotated(run)
-    model = TwoMlps(annotated).to(device)
-    plan = {f"{name}.{part}": kind() for name in ("first", "second") for part, kind in PARTS.items()}
-    parallelize_module(model, cube["tensor"], plan)
-    sharded(model, cube["outer", "data"])
-
-    def step() -> tuple[Tensor, dict[str, Tensor | None]]:
-        model.zero_grad()
-        generator = torch.Generator().manual_seed(dist.get_rank() // 2)
-        loss = model(torch.randn(2, 4, 8, generator=generator).to(device)).square().mean()
-        loss.backward()
-        return loss.detach(), gradients(model)
-
-    return measured(annotated, step)
+    return sharded_mlps(run, device, cube["tensor"], cube["outer", "data"], dist.get_rank() // 2)
 
 
 def test_p6_hsdp_with_tensor_parallel(device, cube):
-    none, full, regions = (hsdp_with_tensor_parallel(run, device, cube) for run in ("none", *OURS))
-    for got in (full, regions):
-        assert_same_bits(none.numbers, got.numbers)
-        assert got.bodies == {"layers.0": 2}
-    assert regions.counts() == none.counts()
-    assert {**full.counts(), "all_reduce": full.counts()["all_reduce"] - 1} == none.counts()
-    assert regions.collectives.counts("replay").get("all_reduce", 0) == 0
+    assert_replay_leaves_out_one_reduction(*(hsdp_with_tensor_parallel(run, device, cube) for run in ("none", *OURS)))
 
 
 CASES = {
