@@ -30,7 +30,7 @@ from torch_remat.runtime.frame import is_recomputing
 from torch_remat.runtime.generators import GeneratorHook
 from torch_remat.runtime.hooks import SavedTensorInfo, SavedTensorKind, current_saved_tensor_info, saved_tensors_hooks
 from torch_remat.runtime.placeholder import is_placeholder
-from torch_remat.runtime.state import RecomputeStateHook
+from torch_remat.runtime.state_hooks import RecomputeStateHook
 
 __version__ = "0.3.0"
 

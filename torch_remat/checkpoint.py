@@ -25,7 +25,8 @@ from torch_remat.runtime.forward import ForwardFrame, early_stop_allowed, run_fo
 from torch_remat.runtime.frame import current_frame, scopes
 from torch_remat.runtime.hooks import HookPair, SavedTensorKind, call_pack, native_pair, recomputes, top_hooks
 from torch_remat.runtime.hooks import saved_tensors_hooks as saved_tensors_hooks_context
-from torch_remat.runtime.state import Ambient, RecomputeStateHook
+from torch_remat.runtime.state import Ambient
+from torch_remat.runtime.state_hooks import RecomputeStateHook
 from torch_remat.runtime.tape import (
     Output,
     OutputKind,

@@ -27,7 +27,7 @@ from torch_remat.errors import UsageError
 from torch_remat.region import region
 from torch_remat.runtime.dynamo import tracing
 from torch_remat.runtime.frame import current_frame
-from torch_remat.runtime.state import RecomputeStateHook
+from torch_remat.runtime.state_hooks import RecomputeStateHook
 
 __all__ = ["CheckpointForward", "RegionCall", "StateHooks", "attach_checkpoint", "attach_region", "attached_name"]
 

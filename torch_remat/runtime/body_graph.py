@@ -20,9 +20,9 @@ from torch import Tensor
 
 from torch_remat.errors import ModifiedError, display_name
 from torch_remat.runtime import externals
-from torch_remat.runtime.generators import carry_state
 from torch_remat.runtime.handed_on import Reading
 from torch_remat.runtime.plan import Plan, Step
+from torch_remat.runtime.state_hooks import carry_state
 from torch_remat.runtime.tape import OutputKind, Region, Slot, Tape, WeakStorage
 from torch_remat.runtime.tensors import fills_its_memory, storage_keys, storages_of
 

@@ -22,8 +22,9 @@ from torch import Tensor
 
 from torch_remat.errors import ModifiedError, display_name
 from torch_remat.runtime.paths import Getter, Root, joined, search
-from torch_remat.runtime.state import as_restored
-from torch_remat.runtime.tape import OutputKind, Tape, version_of
+from torch_remat.runtime.state_hooks import as_restored
+from torch_remat.runtime.tape import OutputKind, Tape
+from torch_remat.runtime.tensors import storage_keys
 
 __all__ = [
     "Before",
@@ -236,13 +237,14 @@ def overwritten(found: list[Seen], *, replaced: bool, updated: bool) -> list[Los
 
 def unrestored(tape: Tape, lost: list[Lost]) -> list[Lost]:
     """Those that the state hooks leave as they are when they restore the entry, as they will for replay."""
-    before = [(one.then, one.now, version_of(one.then), _copy(one.then)) for one in lost]
+    before = [(one.then, one.now, _copy(one.then)) for one in lost]
     alone: list[Lost] = []
-    with as_restored(tape.hooks, tape.states):
-        for one, (then, now, version, copy) in zip(lost, before, strict=True):
+    with as_restored(tape.hooks, tape.states) as written:
+        for one, (then, now, copy) in zip(lost, before, strict=True):
             here = one.now
             if now is then:
-                same = here is then and version_of(then) == version and (copy is None or _are_equal(then, copy))
+                same = here is then and written.isdisjoint(storage_keys(then))
+                same = same and (copy is None or _are_equal(then, copy))
             else:
                 same = not _same(here, then)
             if same:

@@ -28,7 +28,7 @@ from torch_remat.runtime.captured import captured
 from torch_remat.runtime.compiled_code import compiles, what_saves
 from torch_remat.runtime.dynamo import eager_only, live
 from torch_remat.runtime.frame import Frame, current_frame, scopes
-from torch_remat.runtime.generators import carry_state, random_message
+from torch_remat.runtime.generators import random_message
 from torch_remat.runtime.handed_on import HandedOn
 from torch_remat.runtime.hooks import (
     HookPair,
@@ -52,6 +52,7 @@ from torch_remat.runtime.region_outputs import SaveOutputs, note_address
 from torch_remat.runtime.region_saves import RegionSaves
 from torch_remat.runtime.region_writes import unobserved_writes
 from torch_remat.runtime.state import SameOperations
+from torch_remat.runtime.state_hooks import carry_state
 from torch_remat.runtime.tape import (
     BASE_GRADIENT,
     Kept,

@@ -24,7 +24,6 @@ __all__ = [
     "GeneratorGuard",
     "GeneratorHook",
     "HostRandom",
-    "carry_state",
     "covered",
     "drawing",
     "is_default",
@@ -176,11 +175,6 @@ def shared_with_threads(generator: torch.Generator) -> bool:
     current = threading.current_thread()
     waiting = threading.main_thread() if isinstance(current, threading._DummyThread) else current
     return any(thread is not current and thread is not waiting for thread in threading.enumerate())
-
-
-def carry_state(hooks: tuple[Any, ...]) -> bool:
-    """Whether one of the state hooks may restore something else than generators."""
-    return any(type(hook) is not GeneratorHook for hook in hooks)
 
 
 def covered(hooks: tuple[Any, ...], generator: torch.Generator) -> bool | None:

@@ -17,6 +17,7 @@ from torch_remat.errors import ModifiedError, display_name
 from torch_remat.runtime.host_reads import HostReads
 from torch_remat.runtime.plan import Known, Plan
 from torch_remat.runtime.state import SameOperations
+from torch_remat.runtime.state_hooks import restoring
 from torch_remat.runtime.tape import Tape, WeakStorage
 from torch_remat.runtime.tensors import storage_keys, tensors_in
 
@@ -76,7 +77,8 @@ class Reads(SameOperations):
                     raise self._refusal(reading) from error
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self._keys.update(key for tensor in tensors_in((args, kwargs or {})) for key in storage_keys(tensor))
+        if not restoring.get():
+            self._keys.update(key for tensor in tensors_in((args, kwargs or {})) for key in storage_keys(tensor))
         return func(*args, **kwargs or {})
 
     def check(self, regions: int) -> None:

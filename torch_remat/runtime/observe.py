@@ -25,7 +25,7 @@ from torch_remat.runtime.graft import Seed
 from torch_remat.runtime.inner_backward import check_inner_backward, was_there
 from torch_remat.runtime.placeholder import METADATA_ONLY, runs_without_data, user_line
 from torch_remat.runtime.plan import Plan
-from torch_remat.runtime.state import as_restored
+from torch_remat.runtime.state_hooks import as_restored, restoring
 from torch_remat.runtime.tape import Kept, Output, OutputKind, Region, Slot, Tape
 from torch_remat.runtime.tensors import (
     fills_its_memory,
@@ -193,6 +193,8 @@ class Observer(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if args and type(args[0]) is Seed:  # no operation of the body's: a replay that runs inside of it
             return func(*args)
+        if restoring.get():
+            return func(*args, **kwargs or {})
         self._operations += 1
         try:
             return self._operation(func, args, kwargs or {})

@@ -38,6 +38,7 @@ from torch_remat.runtime.plan import path_of, registry
 from torch_remat.runtime.replay_frame import CheckedReplayFrame, ReplayFrame, Stop, stand_in, taken
 from torch_remat.runtime.rerun import plan_rerun
 from torch_remat.runtime.state import SameOperations, restored, with_torch_functions
+from torch_remat.runtime.state_hooks import restore
 from torch_remat.runtime.tape import OutputKind, Tape, version_of
 from torch_remat.runtime.tree import unflatten
 
@@ -70,9 +71,9 @@ def _replay(tape: Tape, unfilled: int) -> None:
     guard = GeneratorGuard()
     outer = [hook.snapshot() for hook in tape.hooks]
     trained = [one.restore() for one in tape.trained]
+    at_start = None
     try:
-        for hook, state in zip(tape.hooks, tape.states, strict=True):
-            hook.restore(state)
+        at_start = restore(zip(tape.hooks, tape.states, strict=True)) if tape.hooks else None
         if not tape.fits or tape.suspects:
             with _ReplayObserver(tape, frame) as watch:
                 _run(frame, tape, function, args, kwargs)
@@ -109,8 +110,9 @@ def _replay(tape: Tape, unfilled: int) -> None:
         frame.undo()
         for one in trained:
             one.restore()
-        for hook, state in zip(tape.hooks, outer, strict=True):
-            hook.restore(state)
+        at_end = restore(zip(tape.hooks, outer, strict=True)) if tape.hooks else None
+        if at_start is not None:  # what they hold, they held when replay began
+            at_start.set_back(among=at_end)
         for slot in unmodified:
             slot.version = version_of(slot.tensor)
     moved = guard.moved()

@@ -30,6 +30,7 @@ from torch_remat.runtime.graft import as_result
 from torch_remat.runtime.labels import profiling, wrapped
 from torch_remat.runtime.placeholder import Meta, Origin, is_placeholder
 from torch_remat.runtime.rerun import rerun
+from torch_remat.runtime.state_hooks import restore
 from torch_remat.runtime.tape import (
     BASE_GRADIENT,
     LEAF_GRADIENT,
@@ -39,6 +40,8 @@ from torch_remat.runtime.tape import (
     Region,
     Slot,
     Tape,
+    can_set_versions,
+    set_version,
     version_of,
     without_frames,
 )
@@ -47,8 +50,6 @@ from torch_remat.runtime.tree import LEAF, flatten, unflatten
 from torch_remat.runtime.views import make
 
 __all__ = ["CheckedReplayFrame", "ReplayFrame", "Stop", "stand_in", "taken"]
-
-_set_version = getattr(torch._C._autograd, "_unsafe_set_version_counter", None)
 
 
 class Stop(BaseException):
@@ -69,7 +70,7 @@ class ReplayFrame(Frame):
         # Copies count from 0; a state hook may write to what it restores; under a dispatch mode some operations (the
         # gathers of c10d) do not count.
         self._trusted = (
-            _set_version is not None
+            can_set_versions
             and not tape.hooks
             and not tape.under_mode
             and not torch._C._len_torch_dispatch_stack()
@@ -184,8 +185,8 @@ class ReplayFrame(Frame):
                     self._rebuild(record, slot, index, recipe, arguments)
             for index, output in record.changed:
                 arguments[index] = self._change_again(record, index, output, arguments)
-        for hook, state in record.exit_states:
-            hook.restore(state)
+        if record.exit_states:
+            restore(record.exit_states)
         if record.error is not None:
             raise without_frames(record.error)
         if record.cloned:
@@ -348,14 +349,13 @@ class ReplayFrame(Frame):
             states = self.tape.inner_states[self._inner]
             self._inner += 1
             self._undo.extend((hook, hook.snapshot()) for hook in hooks)
-            for hook, state in zip(hooks, states, strict=True):
-                hook.restore(state)
+            restore(zip(hooks, states, strict=True))
         return ()
 
     def undo(self) -> None:
         """Set the state hooks of inner checkpoints as they were before replay."""
-        for hook, state in reversed(self._undo):
-            hook.restore(state)
+        if self._undo:
+            restore(reversed(self._undo))
 
     # --- The end
 
@@ -475,8 +475,7 @@ class CheckedReplayFrame(ReplayFrame):
 def _restore_version(tensor: Tensor, output: Output) -> None:
     """Give a copy the version counter that the original had, so that versions compare between the passes."""
     version = output.version[0] if isinstance(output.version, tuple) else output.version
-    if _set_version is not None and version >= 0 and version_of(tensor) not in (version, -1):
-        _set_version((tensor,), (version,))
+    set_version(tensor, version)
 
 
 def _is_same_memory(a: Tensor, b: Tensor) -> bool:

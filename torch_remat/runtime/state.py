@@ -1,7 +1,7 @@
 """State outside tensors that replay must find as forward left it.
 
-Two kinds: what torch keeps per thread and we carry unasked (autocast, default dtype, function modes), and what the user
-carries with a :class:`RecomputeStateHook`. For random generators see ``generators.py``.
+What torch keeps per thread and we carry unasked: autocast, default dtype, function modes. For what the user carries see
+``state_hooks.py``, for random generators ``generators.py``.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
@@ -17,40 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_dispatch_stack_
 
 from torch_remat.runtime.dynamo import frames_compiled_by, set_frames_compiled_by
 
-__all__ = ["Ambient", "RecomputeStateHook", "as_restored", "restored", "with_torch_functions"]
-
-
-@runtime_checkable
-class RecomputeStateHook(Protocol):
-    """Carries state that lives outside the checkpoint's arguments from forward to replay.
-
-    ``snapshot`` runs at entry of the checkpoint, after each SAVE region that ran, and before each replay (the outer
-    state). ``restore`` runs in the thread that replays: with the entry snapshot at the start, with a region's exit
-    snapshot where replay skips that region, and with the outer snapshot at the end, also when replay raises. Where the
-    body changes state that it reads, forward restores the entry once to see whether the hook brings it back. A snapshot
-    may be restored many times.
-    """
-
-    def snapshot(self) -> Any:
-        """Return the present state."""
-        ...
-
-    def restore(self, state: Any) -> None:
-        """Make ``state``, a result of :meth:`snapshot`, the present state."""
-        ...
-
-
-@contextlib.contextmanager
-def as_restored(hooks: tuple[RecomputeStateHook, ...], states: list[Any]) -> Iterator[None]:
-    """With the state hooks set to ``states``, as a replay sets them; afterwards they are as before."""
-    now = [hook.snapshot() for hook in hooks]
-    try:
-        for hook, state in zip(hooks, states, strict=True):
-            hook.restore(state)
-        yield
-    finally:
-        for hook, state in zip(hooks, now, strict=True):
-            hook.restore(state)
+__all__ = ["Ambient", "restored", "with_torch_functions"]
 
 
 class Ambient:

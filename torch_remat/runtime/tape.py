@@ -59,6 +59,16 @@ def version_of(tensor: Tensor) -> int:
         return -1
 
 
+_set_version = getattr(torch._C._autograd, "_unsafe_set_version_counter", None)
+can_set_versions = _set_version is not None
+
+
+def set_version(tensor: Tensor, version: int) -> None:
+    """Give ``tensor`` a version counter that it had before, where torch can do that; nothing for a negative one."""
+    if _set_version is not None and version >= 0 and version_of(tensor) not in (version, -1):
+        _set_version((tensor,), (version,))
+
+
 LEAF_GRADIENT, BASE_GRADIENT = 2, 3
 
 
