@@ -21,11 +21,11 @@ from torch_remat.runtime.bitwise import BitwiseCheck
 from torch_remat.runtime.body_key import body_key
 from torch_remat.runtime.captured import captured
 from torch_remat.runtime.dynamo import eager_only, tracing
-from torch_remat.runtime.forward import ForwardFrame, early_stop_allowed, run_forward
+from torch_remat.runtime.forward import ForwardFrame, run_forward
 from torch_remat.runtime.frame import current_frame, scopes
 from torch_remat.runtime.hooks import HookPair, SavedTensorKind, call_pack, native_pair, recomputes, top_hooks
 from torch_remat.runtime.hooks import saved_tensors_hooks as saved_tensors_hooks_context
-from torch_remat.runtime.state import Ambient
+from torch_remat.runtime.state import Ambient, early_stop_allowed
 from torch_remat.runtime.state_hooks import RecomputeStateHook
 from torch_remat.runtime.tape import (
     Output,

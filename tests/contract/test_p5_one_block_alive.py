@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -206,3 +207,44 @@ class TestP5OneBlockAlive:
                 engine.backward([call(x).sum()])
                 counts.append(live_tensors())
         assert len(set(counts[3:])) == 1
+
+    @pytest.mark.parametrize("hooked", [False, True])
+    @pytest.mark.parametrize("retain_graph", [False, True])
+    def test_p5_what_a_body_stores_keeps_no_model_alive(self, hooked: bool, retain_graph: bool) -> None:
+        class Model(torch.nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.linear = torch.nn.Linear(4, 4)
+                self.loss = torch.zeros(())
+
+            def forward(self, t: Tensor) -> Tensor:
+                h = torch.exp(self.linear(t))
+                self.loss = (h * h).mean()
+                return torch.sin(h)
+
+        class Knows:
+            """A state hook that holds the model."""
+
+            def __init__(self, model: Model) -> None:
+                self.model = model
+
+            def snapshot(self) -> None:
+                return None
+
+            def restore(self, state: None) -> None:
+                return None
+
+        def step() -> list[StorageWeakRef]:
+            model = Model()
+            hooks = (Knows(model),) if hooked else ()
+            output = remat.checkpoint(recompute_state_hooks=hooks)(model)(torch.ones(2, 4))
+            loss = output.sum() + model.loss
+            if retain_graph:
+                loss.backward(retain_graph=True)
+            loss.backward()
+            return [StorageWeakRef(one.untyped_storage()) for one in model.parameters()]
+
+        for _ in range(2):
+            kept = step()
+            gc.collect()
+            assert all(one.expired() for one in kept)

@@ -413,6 +413,7 @@ class BodyGraph:
                 if (region.outputs[position] if position >= 0 else changed[-1 - position]).cloned
             ),
             frozenset(shells),
+            region.given,
             frozenset(changed),
             frozenset(self._free(index, region, shared)),
             frozenset(self.rebuild_arguments.get(index, ())),

@@ -14,7 +14,6 @@ Rules:
 from __future__ import annotations
 
 import functools
-import sys
 import weakref
 from collections.abc import Mapping
 from typing import Any
@@ -22,14 +21,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_remat.errors import ModifiedError, RandomStateError, display_name
+from torch_remat.errors import ModifiedError, display_name
 from torch_remat.runtime import events, externals
-from torch_remat.runtime.captured import captured
 from torch_remat.runtime.compiled_code import compiles, what_saves
 from torch_remat.runtime.dynamo import eager_only, live
 from torch_remat.runtime.frame import Frame, current_frame, scopes
-from torch_remat.runtime.generators import random_message
-from torch_remat.runtime.handed_on import HandedOn
 from torch_remat.runtime.hooks import (
     HookPair,
     SavedTensorKind,
@@ -45,16 +41,14 @@ from torch_remat.runtime.hooks import (
 )
 from torch_remat.runtime.host_reads import HostReads
 from torch_remat.runtime.labels import profiling, wrapped
-from torch_remat.runtime.observe import Observer, output_modified
-from torch_remat.runtime.placeholder import can_stand_in, meta_of
-from torch_remat.runtime.plan import Plan, Step, merged, path_of, registry
-from torch_remat.runtime.region_outputs import SaveOutputs, note_address
+from torch_remat.runtime.observe import Observer
+from torch_remat.runtime.plan import Plan, Step, merged, registry
+from torch_remat.runtime.region_outputs import SaveOutputs
 from torch_remat.runtime.region_saves import RegionSaves
 from torch_remat.runtime.region_writes import unobserved_writes
+from torch_remat.runtime.settle import locate, persisted, settle
 from torch_remat.runtime.state import SameOperations
-from torch_remat.runtime.state_hooks import carry_state
 from torch_remat.runtime.tape import (
-    BASE_GRADIENT,
     Kept,
     Output,
     OutputKind,
@@ -79,7 +73,6 @@ __all__ = ["ForwardFrame", "run_forward"]
 _reference = weakref.ref
 _nobody: Any = lambda: None
 """In place of the reference to a slot: for a save that takes a position and needs no replay."""
-_PATHS_TO_LOCATE = 4  # of a body that takes more, what it has begun to change is not looked for
 _sequence_nr = getattr(torch._C._autograd, "_get_sequence_nr", None) or int
 
 
@@ -118,7 +111,7 @@ class ForwardFrame(Frame):
             self.plans = self.known.plans
             self.under_mode = self.known.under_mode
             tape.under_mode = tape.under_mode or self.under_mode
-            self._locate()
+            locate(self)
         self.wraps = bool(events.region_called.listeners) or profiling()
         self.codes: list[Any] | None = None
         if tape.check is not None:
@@ -193,17 +186,26 @@ class ForwardFrame(Frame):
                 step = steps[index]
                 if step.starts(record):
                     return step
-            self._deviated()
+            self.deviated()
             return None
         fitting = [plan for plan in plans if index < len(plan.steps) and plan.steps[index].starts(record)]
         self.plans = fitting
         if not fitting:
-            self._deviated()
+            self.deviated()
             return None
         steps_here = [plan.steps[index] for plan in fitting]
         return merged(steps_here)
 
-    def _deviated(self) -> None:
+    def _narrow(self, given: Any) -> None:
+        """A SAVE region has returned: where it handed back other arguments than a plan says, that plan fits no more."""
+        index = len(self.tape.order) - 1
+        fitting = [plan for plan in self.plans if plan.steps[index].given == given]
+        if len(fitting) < len(self.plans):
+            self.plans = fitting
+            if not fitting:
+                self.deviated()
+
+    def deviated(self) -> None:
         """No plan fits this call: keep what was dropped so far and is still alive."""
         self.plans = []
         for record in self.tape.order:
@@ -247,7 +249,7 @@ class ForwardFrame(Frame):
         if observer is not None:
             observer.enter_region(record)
         elif step is None:
-            function = unobserved_writes(self.tape, record.name, arguments, self._forget).around(function)
+            function = unobserved_writes(self.tape, record.name, arguments, self.forget).around(function)
         if ours_on_top:
             pop_hooks()
         if saves is not None:
@@ -279,6 +281,8 @@ class ForwardFrame(Frame):
         outputs = SaveOutputs(self, record, step, pair, saves)
         self._note_effects(outputs, arguments, versions)
         leaves = outputs.add_result(result, arguments)
+        if self.plans:
+            self._narrow(record.given)
         if observer is not None:
             self._check_gradients(record, arguments, versions, gradients)
             observer.leave_region(record, leaves, arguments)
@@ -307,8 +311,9 @@ class ForwardFrame(Frame):
             if changed and not any(arguments[other] is leaf for other, _ in record.changed):
                 outputs.add_changed(index, leaf)
 
-    def _forget(self) -> None:
-        self.known.stay_observed()  # the next call of this body is observed again
+    def forget(self) -> None:
+        """The next call of this body is to be observed again."""
+        self.known.stay_observed()
 
     # --- Outputs of SAVE regions (rule 3)
 
@@ -370,6 +375,10 @@ class ForwardFrame(Frame):
             span = self.tape.spans.items[-1]
             span.names = {**(span.names or {}), number(): tuple(saved)}
 
+    def finish(self, outputs: list[Any]) -> None:
+        """Settle what is kept, check what was modified, complete the tape (rule 4)."""
+        settle(self, outputs)
+
     def close(self) -> None:
         """The pass is over. Autograd keeps the pack hook beside what it packed: let it hold no tensor."""
         for saves in self.open_saves:
@@ -380,150 +389,6 @@ class ForwardFrame(Frame):
         self.plans = []
         self.located = []
         self.observer = None
-
-    # --- The end of the body (rule 4)
-
-    def finish(self, outputs: list[Any]) -> None:
-        """Settle what is kept, check what was modified, complete the tape."""
-        tape = self.tape
-        for reference in self.loose:
-            slot = reference()
-            if slot is not None and not slot.is_modified():
-                slot.probe = None
-        plan = self._settle(outputs)
-        tape.fits = plan is not None
-        if plan is not None:
-            tape.to_end = tape.to_end or plan.to_end
-            if plan.random is not None and not tape.hooks:
-                raise RandomStateError(random_message(tape.name, plan.random, torch.default_generator))
-            tape.watch_draws = plan.own_generators or self.known.suspect
-            self.known.suspect = False
-            if plan.externals:
-                self._settle_externals(plan)
-        else:
-            tape.to_end = True
-            # Nobody has looked at this path; replay will, and then has to know what is as it was.
-            tape.root = externals.root_of(tape)
-            tape.externals = externals.locate(tape.root, externals.find(tape.root, lambda tensor: True))
-        tape.to_end = tape.to_end or not early_stop_allowed()
-        if tape.captured is not None:  # what the body's own calls assign is theirs to assign again
-            tape.captured = tape.captured.without(captured(tape.function))
-        for record in tape.order:
-            for output in record.outputs:
-                if output.kind is OutputKind.PLACEHOLDER:
-                    output.data = None
-        self._keep_inputs(plan)
-        if any(True for _ in tape.living_slots()):
-            self._check_versions()
-        tape.complete = True
-
-    def _locate(self) -> None:
-        """Note what replay will read from outside before the body can change it."""
-        reading = [plan for plan in self.plans if plan.externals]
-        if reading:
-            root = self.tape.root = externals.root_of(self.tape)
-            self.located = [(plan, externals.locate(root, plan.externals)) for plan in reading[:_PATHS_TO_LOCATE]]
-
-    def _settle_externals(self, plan: Plan) -> None:
-        """What replay will read from outside, as it is now.
-
-        What the body has changed of it would have been refused where the body was observed, if it did so then. Whether
-        forward read the old value or the new one nobody knows: replay may read neither.
-        """
-        tape = self.tape
-        tape.externals = next((before for one, before in self.located if one is plan), [])
-        changed = any(seen.changed() is not None for seen in tape.externals)
-        if changed:
-            lost = externals.overwritten(tape.externals, replaced=plan.replaces, updated=plan.updates)
-            carried = carry_state(tape.hooks)
-            tape.suspects = [one.name for one in (externals.unrestored(tape, lost) if carried else lost)]
-            tape.changes = not carried or bool(tape.suspects)
-            if tape.suspects:
-                self._forget()
-        if changed or not tape.externals:
-            tape.root = tape.root or externals.root_of(tape)
-            tape.externals = externals.locate(tape.root, plan.externals)
-        tape.to_end = tape.to_end or changed
-
-    def _settle(self, outputs: list[Any]) -> Plan | None:
-        tape = self.tape
-        if self.observer is not None:
-            plan = self.observer.plan(tape.function, outputs, early_stop_allowed())
-            for record, step in zip(tape.order, plan.steps, strict=True):
-                self._drop_unneeded(record, step)
-            readings = self.observer.graph.readings()
-            if readings:
-                out_of_reach = self.observer.graph.out_of_reach
-                if out_of_reach:
-                    self.known.stay_observed()
-                tape.handed_on = HandedOn(readings, self.known, None if out_of_reach else plan)
-            else:
-                self.known.learn(plan)
-            if events.body_learned.listeners:
-                events.body_learned(tape, plan)
-            return plan
-        count, regions = len(self.slots), len(tape.order)
-        for plan in self.plans:
-            if plan.slots == count and len(plan.steps) == regions:
-                if len(self.known.plans) > 1:  # some may be kept for a path that this call could have taken
-                    for record, step in zip(tape.order, plan.steps, strict=True):
-                        self._drop_unneeded(record, step)
-                return plan
-        self._deviated()
-        self.known.missed(path_of(tape.order, count))
-        return None
-
-    def _drop_unneeded(self, record: Region, step: Step) -> None:
-        for position, output in enumerate(record.outputs):
-            if output.kind is not OutputKind.KEPT:
-                continue
-            tensor = output.data
-            if position in step.keep or (isinstance(tensor, Tensor) and not _can_stand_in(tensor, output.meta)):
-                output.shell = position in step.shells
-            elif isinstance(tensor, Tensor) and (output.unpack is None or isinstance(output.unpack, tuple)):
-                meta = meta_of(tensor)._replace(requires_grad=bool(output.meta))
-                if position in step.free:
-                    note_address(record, position, tensor)
-                output.kind, output.data, output.meta, output.unpack = OutputKind.PLACEHOLDER, None, meta, None
-        self.pack_outputs(persisted(record))
-
-    def _keep_inputs(self, plan: Plan | None) -> None:
-        tape = self.tape
-        for index, output in enumerate(tape.inputs):
-            if output.kind is not OutputKind.KEPT or output.unpack is not None or plan is None or index in plan.inputs:
-                continue
-            if tape.reruns is not None:
-                continue  # a region that runs again reads more than the plan knows
-            tensor = output.data
-            if can_stand_in(tensor) and not (tensor.is_leaf and tensor.requires_grad):
-                output.kind, output.data, output.meta = OutputKind.PLACEHOLDER, None, meta_of(tensor)
-
-    def _check_versions(self) -> None:
-        """What replay will read must still be what it was when the body got or made it."""
-        tape = self.tape
-        if self.lost is not None:
-            raise ModifiedError(
-                f"Region {display_name(tape.name, self.lost)} modified an argument in place, and the body then took a "
-                f"path that "
-                f"it had not taken before, on which replay may read that argument; its value is gone.\n"
-                f"To fix: call the checkpoint again, the path is known now; or work on a .clone() inside the region."
-            )
-        for index, output in enumerate(tape.inputs):
-            if (
-                output.kind is OutputKind.KEPT
-                and output.unpack is None
-                and version_of(output.data) != self.versions[index]
-            ):
-                raise ModifiedError(
-                    f"The body of checkpoint {display_name(tape.name)} modifies its input {index} in place, and replay "
-                    f"has to read "
-                    f"the input as it was.\nTo fix: work on a copy (x = x.clone()) inside the body."
-                )
-        for record in tape.order:
-            for leaf, output in persisted_by_leaf(record):
-                if not output.cloned and _modified(output):
-                    self.known.teach(path_of(tape.order, len(self.slots)), record.name, leaf, clone=True)
-                    raise output_modified(tape, record)
 
 
 def run_forward(frame: ForwardFrame, function: Any, args: Any, kwargs: Any) -> Any:
@@ -555,12 +420,6 @@ def run_forward(frame: ForwardFrame, function: Any, args: Any, kwargs: Any) -> A
         current_frame.reset(token)
 
 
-def early_stop_allowed() -> bool:
-    """False inside ``torch.utils.checkpoint.set_checkpoint_early_stop(False)``."""
-    module = sys.modules.get("torch.utils.checkpoint")
-    return getattr(module, "_enable_checkpoint_early_stop", None) is not False
-
-
 def _leaves_of(args: Any, kwargs: Any) -> list[Any]:
     for arg in args:
         if is_container(arg):
@@ -574,27 +433,3 @@ def _leaves_of(args: Any, kwargs: Any) -> list[Any]:
     for value in kwargs.values():
         flatten(value, leaves)
     return leaves
-
-
-def _can_stand_in(tensor: Tensor, gradient: int) -> bool:
-    return gradient != BASE_GRADIENT and can_stand_in(tensor)
-
-
-def _modified(output: Output) -> bool:
-    if output.shell:
-        return False
-    if isinstance(output.version, tuple):
-        version, probe = output.version
-        return version is None or (probe is not None and probe._version != version)
-    return version_of(output.data) != output.version
-
-
-def persisted(record: Region) -> list[Output]:
-    """The outputs of a SAVE region whose data is kept, and its arguments kept as it left them."""
-    return [output for _, output in persisted_by_leaf(record)]
-
-
-def persisted_by_leaf(record: Region) -> list[tuple[int, Output]]:
-    """As :func:`persisted`, with the leaf of each; of argument ``i``, ``-1 - i``."""
-    found = [(leaf, output) for leaf, output in enumerate(record.outputs) if output.kind is OutputKind.KEPT]
-    return found + [(-1 - index, output) for index, output in record.changed] if record.changed else found

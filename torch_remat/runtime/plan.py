@@ -33,6 +33,8 @@ class Step:
     shells: frozenset[int] = frozenset()
     """Those of ``keep`` that a later SAVE region overwrites before anything reads them: their versions do not matter.
     """
+    given: tuple[tuple[int, Any, int], ...] = ()
+    """Leaves of the output that are arguments, views of arguments or earlier leaves: position, kind, of which."""
     changed: frozenset[int] = frozenset()
     """Leaves of the arguments that the region modifies in place."""
     free: frozenset[int] = frozenset()
@@ -64,6 +66,7 @@ def merged(steps: list[Step]) -> Step:
         frozenset().union(*[step.keep for step in steps]),
         frozenset().union(*[step.clone for step in steps]),
         frozenset.intersection(*[step.shells for step in steps]),
+        (),
         frozenset.intersection(*[step.changed for step in steps]),
         frozenset.intersection(*[step.free for step in steps]),
         frozenset.intersection(*[step.rebuild for step in steps]),
@@ -117,7 +120,7 @@ Path = tuple[Any, ...]
 
 def path_of(steps: Iterable[Any], slots: int) -> Path:
     """The path of a call with these region calls, steps or records, and so many saves."""
-    return (slots, *((step.name, step.recompute, step.slots_before) for step in steps))
+    return (slots, *((step.name, step.recompute, step.slots_before, step.given) for step in steps))
 
 
 class Known:

@@ -106,6 +106,7 @@ class SaveOutputs:
                 continue
             first = seen.setdefault(id(leaf), position)
             if first != position:
+                record.given += ((position, OutputKind.REPEAT, first),)
                 record.outputs.append(Output(OutputKind.REPEAT, first))
             else:
                 record.outputs.append(self._output(position, leaf, arguments))
@@ -116,6 +117,7 @@ class SaveOutputs:
     def _output(self, position: int, leaf: Tensor, arguments: list[Any]) -> Output:
         output = _from_argument(leaf, arguments)
         if output is not None:
+            self.record.given += ((position, output.kind, output.data),)
             return output
         step = self._step
         if step is None or position in step.keep or not can_stand_in(leaf) or gradient_of(leaf) == BASE_GRADIENT:

@@ -356,14 +356,20 @@ class ReplayFrame(Frame):
         """Set the state hooks of inner checkpoints as they were before replay."""
         if self._undo:
             restore(reversed(self._undo))
+            self._undo = []
 
     # --- The end
 
     def close(self) -> None:
-        """The pass is over, and nothing needs a backward of its own graph any more."""
+        """The pass is over, and nothing needs a backward of its own graph any more.
+
+        Where the body has stored a tensor of that graph, autograd keeps the pack hook: it holds nothing of the tape.
+        """
         for holder in self._holders:
             holder.clear()
         self._holders = []
+        self._copies = {}
+        del self.tape
 
     @property
     def done(self) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_dispatch_stack_
 
 from torch_remat.runtime.dynamo import frames_compiled_by, set_frames_compiled_by
 
-__all__ = ["Ambient", "restored", "with_torch_functions"]
+__all__ = ["Ambient", "early_stop_allowed", "restored", "with_torch_functions"]
 
 
 class Ambient:
@@ -185,3 +186,9 @@ def _swap_modes(present: int, wanted: list[Any]) -> None:
         _pop_mode()
     for mode in wanted:
         _push_mode(mode)
+
+
+def early_stop_allowed() -> bool:
+    """False inside ``torch.utils.checkpoint.set_checkpoint_early_stop(False)``."""
+    module = sys.modules.get("torch.utils.checkpoint")
+    return getattr(module, "_enable_checkpoint_early_stop", None) is not False

@@ -262,6 +262,7 @@ class Region:
         "dropped",
         "error",
         "exit_states",
+        "given",
         "name",
         "outputs",
         "outside",
@@ -279,6 +280,7 @@ class Region:
         self.spec: Any = None
         self.cloned = False  # some outputs are private copies
         self.outputs: list[Output] = []
+        self.given: tuple[tuple[int, Any, int], ...] = ()  # outputs that are arguments or repeat others; see plan.Step
         self.outside: list[Any] = []  # tensors that the body of a SAVE region finds by itself, where it may run again
         self.changed: list[
             tuple[int, Output]
