@@ -8,6 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
+
+# Torch imports this when a dispatch mode first sees an operation. In the middle of a test that would leave frames, and
+# the tensors in them, to the garbage collector.
+import torch._dynamo
 from torch._C._dynamo.guards import set_is_in_mode_without_ignore_compile_internals
 from torch.utils import _python_dispatch
 

@@ -305,7 +305,7 @@ class BodyGraph:
         )
         wanted = {self.nodes[node].detail for node in needed if self.nodes[node].kind == EXTERNAL}
         wanted -= set(self.external_writes)  # a counter of the body's own changes with every call
-        wanted.update(key for one in self.replaced for key in one.now)
+        wanted.update(key for one in self.replaced for key in one.now.keys)
         found: tuple[externals.Holder, ...] = ()
         reached: set[int] = set()
         if wanted:
@@ -362,7 +362,9 @@ class BodyGraph:
                         found.setdefault(storage._cdata, []).append(storage)
         return found
 
-    def check_replay(self, slots: list[Slot], changed: list[tuple[str, Any]], suspects: list[tuple[str, Any]]) -> None:
+    def check_replay(
+        self, slots: list[Slot], changed: list[tuple[str, Any]], suspects: list[externals.Suspect]
+    ) -> None:
         """Refuse what the replay just observed has read and should not have: what is no longer as forward left it.
 
         ``slots`` are those that it has filled, ``changed`` what was modified or replaced since forward, with names, and
@@ -377,9 +379,9 @@ class BodyGraph:
         for name, tensor in changed:
             if isinstance(tensor, Tensor) and not read.isdisjoint(storage_keys(tensor)):
                 raise externals.changed(self.tape.name, name)
-        for name, tensor in suspects:
-            if tensor is None or not read.isdisjoint(storage_keys(tensor)):
-                raise externals.changed_again(self.tape.name, name)
+        for one in suspects:
+            if not read.isdisjoint(one.keys):
+                raise externals.changed_again(self.tape.name, one.name)
 
     def _shells(self, needed: set[int], keep: dict[int, set[int]]) -> dict[int, set[int]]:
         """Outputs that nobody reads before another SAVE region overwrites them, where that region's version is needed.
@@ -443,7 +445,9 @@ class BodyGraph:
 
     def reads_old(self, replaced: externals.Replaced) -> bool:
         """Whether backward's tensors are computed from what was there, and not only from what is there now."""
-        return self._reads(replaced.before, frozenset(self.writer[key] for key in replaced.now if key in self.writer))
+        return self._reads(
+            replaced.before, frozenset(self.writer[key] for key in replaced.now.keys if key in self.writer)
+        )
 
     def _reads(self, keys: frozenset[int], cut: frozenset[int]) -> bool:
         return any(

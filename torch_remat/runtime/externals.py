@@ -23,8 +23,8 @@ from torch import Tensor
 from torch_remat.errors import ModifiedError, display_name
 from torch_remat.runtime.paths import Getter, Root, joined, search
 from torch_remat.runtime.state_hooks import as_restored
-from torch_remat.runtime.tape import OutputKind, Tape
-from torch_remat.runtime.tensors import storage_keys
+from torch_remat.runtime.tape import OutputKind, Tape, WeakStorage
+from torch_remat.runtime.tensors import storage_keys, storages_of
 
 __all__ = [
     "Before",
@@ -33,6 +33,7 @@ __all__ = [
     "Memories",
     "Replaced",
     "Seen",
+    "Suspect",
     "changed",
     "changed_again",
     "find",
@@ -219,6 +220,16 @@ class Lost(NamedTuple):
         return self.seen.now()[self.place]
 
 
+class Suspect:
+    """What a body has left in a place of which forward may have read the old value: replay must not read it."""
+
+    def __init__(self, name: str, tensor: Any) -> None:
+        self.name = name
+        self.keys = frozenset(storage_keys(tensor) if isinstance(tensor, Tensor) else ())
+        # So that no other memory takes their identity.
+        self._storages = [WeakStorage(one) for one in storages_of(tensor)] if isinstance(tensor, Tensor) else []
+
+
 def overwritten(found: list[Seen], *, replaced: bool, updated: bool) -> list[Lost]:
     """The places among ``found`` that a body has changed.
 
@@ -289,25 +300,33 @@ class Replaced(NamedTuple):
 
     name: str
     before: frozenset[int]
-    now: frozenset[int]
+    now: Suspect
 
 
 class Before:
     """The tensors, parameters excepted, that paths led to before a body ran."""
 
-    def __init__(self, root: Root, keys: Callable[[Tensor], list[int]]) -> None:
+    def __init__(self, root: Root) -> None:
         holders = find(root, lambda tensor: not isinstance(tensor, torch.nn.Parameter))
-        self._keys = keys
-        self._seen = [(seen, [frozenset(keys(one)) for one in seen.then()]) for seen in locate(root, holders)]
+        self._root = root
+        self._seen = [(seen, [frozenset(storage_keys(one)) for one in seen.then()]) for seen in locate(root, holders)]
 
     def replaced(self) -> list[Replaced]:
         """Where something else is now, with other values."""
         return [
-            Replaced(seen.named(index), memory, frozenset(self._keys(now) if isinstance(now, Tensor) else ()))
+            Replaced(seen.named(index), memory, Suspect(seen.named(index), now))
             for seen, memories in self._seen
             for index, (now, then, memory) in enumerate(zip(seen.now(), seen.then(), memories, strict=True))
             if not _same(now, then)
         ]
+
+    def still_there(self) -> frozenset[int]:
+        """The storages of parameters, and of what is where it was."""
+        holders = find(self._root, lambda tensor: isinstance(tensor, torch.nn.Parameter))
+        parameters = [tensor for seen in locate(self._root, holders) for tensor in seen.then()]
+        pairs = [pair for seen, _ in self._seen for pair in zip(seen.now(), seen.then(), strict=True)]
+        others = [then for now, then in pairs if now is then and then is not None]
+        return frozenset(key for tensor in (*parameters, *others) for key in storage_keys(tensor))
 
 
 def _is_plain(value: Any) -> bool:

@@ -74,7 +74,7 @@ class Observer(TorchDispatchMode):
             if isinstance(leaf, Tensor):
                 self.graph.input(index, leaf)
         root = externals.root_of(self._tape)
-        self._before = externals.Before(root, storage_keys)
+        self._before = externals.Before(root)
         self._memories = externals.Memories(root)
 
     def saved(self, slot: weakref.ref[Slot], tensor: Tensor) -> None:
@@ -333,30 +333,37 @@ class Observer(TorchDispatchMode):
     def plan(self, function: Any, outputs: list[Any], early_stop: bool) -> Plan:
         """The plan for the path just observed. Raises our errors for what no replay can reproduce."""
         self._check_host_random()
-        replaced = [] if self._before is None else self._before.replaced()
+        replaced = self._replaced()
         plan = self.graph.plan(function, outputs, early_stop, replaced)
         if self.graph.replaced:
             self._judge_replaced(self.graph.replaced)
         return plan
 
+    def _replaced(self) -> list[externals.Replaced]:
+        """Where replay will find something else than forward did, the state hooks having restored what they do."""
+        if self._before is None:
+            return []
+        replaced = self._before.replaced()
+        if not replaced or not self._tape.hooks:
+            return replaced
+        with as_restored(self._tape.hooks, self._tape.states):
+            still = {one.name for one in self._before.replaced()}
+        return [one for one in replaced if one.name in still]
+
     def _judge_replaced(self, replaced: list[externals.Replaced]) -> None:
         """Whether replay can do with what is there now: not where forward read what was there.
 
         Where it read only what it put there (``self.mask = self.mask.to(dtype)``), replay may find that and leave it.
+        Memory that something else still has may have been read there: replay will tell (``spectral_norm`` puts the
+        weight that it has computed where an alias of a parameter was).
         """
-        tape = self._tape
-        if tape.hooks:
-            with as_restored(tape.hooks, tape.states):
-                still = set() if self._before is None else {one.name for one in self._before.replaced()}
-            replaced = [one for one in replaced if one.name in still]
+        tape, before = self._tape, self._before
+        elsewhere = frozenset() if before is None else before.still_there()
         for one in replaced:
             if self.graph.reads_old(one):
-                raise ModifiedError(
-                    f"The body of checkpoint {display_name(tape.name)} reads {one.name} and puts another tensor in its "
-                    f"place; a replay would read the new one, and compute something else.\n"
-                    f"To fix: put that code in a region with recompute=False, or pass a state hook that restores "
-                    f"{one.name} (recompute_state_hooks=...)."
-                )
+                if not one.before <= elsewhere:
+                    raise externals.changed_again(tape.name, one.name)
+                tape.suspects.append(one.now)
             tape.changes = tape.to_end = True
 
     def check_replay(self) -> None:
@@ -364,9 +371,7 @@ class Observer(TorchDispatchMode):
         self._check_host_random()
         changed = [found for seen in self._tape.externals for found in seen.all_changed()]
         slots = [slot for slot in self._tape.living_slots() if slot.tensor is not None]
-        suspects = self._tape.suspects
-        places = [(seen.named(index), one) for seen in self._tape.externals for index, one in enumerate(seen.then())]
-        self.graph.check_replay(slots, changed, [place for place in places if place[0] in suspects])
+        self.graph.check_replay(slots, changed, self._tape.suspects)
 
 
 def output_modified(tape: Tape, record: Region) -> ModifiedError:

@@ -119,7 +119,9 @@ def _replay(tape: Tape, unfilled: int) -> None:
     if moved is not None:
         _judge(tape, frame, guard, moved)
     if tape.changes:
+        watched = {one.name for one in tape.suspects}
         lost = externals.overwritten(tape.externals, replaced=False, updated=False)
+        lost = [one for one in lost if one.then is not None or one.name not in watched]
         if lost:
             registry.known(tape.key).stay_observed()
             raise externals.changed_again(tape.name, lost[0].name)

@@ -83,7 +83,8 @@ def _settle_externals(frame: ForwardFrame, plan: Plan) -> None:
     if changed:
         lost = externals.overwritten(tape.externals, replaced=plan.replaces, updated=plan.updates)
         carried = carry_state(tape.hooks)
-        tape.suspects = [one.name for one in (externals.unrestored(tape, lost) if carried else lost)]
+        lost = externals.unrestored(tape, lost) if carried else lost
+        tape.suspects = [externals.Suspect(one.name, one.now) for one in lost]
         tape.changes = not carried or bool(tape.suspects)
         if tape.suspects:
             frame.forget()

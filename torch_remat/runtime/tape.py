@@ -357,7 +357,7 @@ class Tape:
         self.externals: list[Any] = []
         self.root: Any = None  # from where they were found
         self.changes = False  # the body itself has changed one of them, and did not when it was observed
-        self.suspects: list[str] = []  # names of those of which it may have read the old value
+        self.suspects: list[Any] = []  # those of which it may have read the old value
         self.handed_on: Any = None  # what SAVE regions handed on beside their outputs; see handed_on.py
         self.first_sequence_nr = 0  # autograd nodes of this body have at least this number
         self.key: Any = None  # under which the plans of this body are registered
