@@ -112,6 +112,68 @@ class TestP1StateThatTheBodyReplaces:
                 assert torch.equal(ours, plain)
             assert torch.equal(module.mean, other.mean)
 
+    @pytest.mark.parametrize("order", ["replaced and read", "read and replaced"])
+    @pytest.mark.parametrize("by", ["identity", "value"])
+    def test_p1_with_a_state_hook_two_calls_in_flight(self, x: Tensor, kind: str, order: str, by: str) -> None:
+        module, other = Averaging(kind, order), Averaging(kind, order)
+        other.mean = module.mean.clone()
+        checkpointed = remat.checkpoint(region_name="c", recompute_state_hooks=[Restores(module, by)])(module)
+        for _ in range(3):
+            results = [grads(call(x) * call(x * 2), x) for call in (checkpointed, other)]
+            for ours, plain in zip(*results, strict=True):
+                assert torch.equal(ours, plain)
+            assert torch.equal(module.mean, other.mean)
+
+
+class TestP1WeightsThatAreComputed:
+    """``weight`` starts as another name for a parameter and is replaced in each call by what is computed from that."""
+
+    class Buffers:
+        """A state hook for all buffers."""
+
+        def __init__(self, module: torch.nn.Module) -> None:
+            self.module = module
+
+        def snapshot(self) -> list[Tensor]:
+            return [buffer.clone() for buffer in self.module.buffers()]
+
+        def restore(self, state: list[Tensor]) -> None:
+            for buffer, value in zip(self.module.buffers(), state, strict=True):
+                buffer.copy_(value)
+
+    @pytest.mark.filterwarnings("ignore::FutureWarning")
+    @pytest.mark.parametrize("computed", [torch.nn.utils.spectral_norm, torch.nn.utils.weight_norm])
+    def test_p1_in_a_checkpoint(self, x: Tensor, computed: Any) -> None:
+        torch.manual_seed(0)
+        module = computed(torch.nn.Linear(3, 3, dtype=torch.float64))
+        torch.manual_seed(0)
+        plain = computed(torch.nn.Linear(3, 3, dtype=torch.float64))
+        checkpointed = remat.checkpoint(recompute_state_hooks=(self.Buffers(module),))(lambda t: torch.exp(module(t)))
+        for _ in range(3):
+            results = [
+                grads(checkpointed(x), x, *module.parameters()),
+                grads(torch.exp(plain(x)), x, *plain.parameters()),
+            ]
+            for ours, expected in zip(*results, strict=True):
+                assert torch.equal(ours, expected)
+            for ours, expected in zip(module.buffers(), plain.buffers(), strict=True):
+                assert torch.equal(ours, expected)
+
+    def test_p1_another_name_for_a_parameter_that_is_read_and_replaced(self, x: Tensor) -> None:
+        class Rounded(torch.nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.weight = torch.nn.Parameter(torch.linspace(0, 1, 3, dtype=torch.float64))
+                self.used = self.weight.detach()
+
+            def forward(self, t: Tensor) -> Tensor:
+                y = torch.exp(t * self.used)
+                self.used = torch.round(self.weight.detach() * 4)
+                return y
+
+        with pytest.raises(ModifiedError, match="reads used and modifies or replaces it"):
+            remat.checkpoint()(Rounded())(x).sum().backward()
+
 
 class WarmingUp(torch.nn.Module):
     """Changes its running mean from the third call on."""
