@@ -245,13 +245,14 @@ class _Forced(ForwardFrame):
             function, recompute = run.region((self.checkpoint, qualified(name)), function, recompute)
         return super().call_region(function, name, recompute, args, kwargs)
 
-    def _settle(self, outputs: list[Any]) -> Plan | None:
-        plan = super()._settle(outputs)
+    def plan_of(self, outputs: list[Any]) -> Plan | None:
+        """As ever; random numbers without a state hook are no matter."""
+        plan = super().plan_of(outputs)
         return None if plan is None else dataclasses.replace(plan, random=None)  # there is no replay
 
-    def _drop_unneeded(self, record: Region, step: Step) -> None:
+    def drop_unneeded(self, record: Region, step: Step) -> None:
         """Also drop what only a placeholder's absence keeps: fake tensors have none, the real ones would."""
-        super()._drop_unneeded(record, step)
+        super().drop_unneeded(record, step)
         for position, output in enumerate(record.outputs):
             if output.kind is OutputKind.KEPT and position not in step.keep and type(output.data) is FakeTensor:
                 output.kind, output.data = OutputKind.PLACEHOLDER, None

@@ -294,8 +294,9 @@ class WatchedForward(ForwardFrame):
 
         return super().call_region(run, name, recompute, args, kwargs)
 
-    def _settle(self, outputs: list[Any]) -> Plan | None:
-        plan = super()._settle(outputs)
+    def plan_of(self, outputs: list[Any]) -> Plan | None:
+        """As ever; random numbers without a state hook are reported."""
+        plan = super().plan_of(outputs)
         if plan is not None:
             self._plan = plan = dataclasses.replace(plan, random=None)  # reported, not refused
         return plan

@@ -46,7 +46,7 @@ from torch_remat.runtime.plan import Plan, Step, merged, registry
 from torch_remat.runtime.region_outputs import SaveOutputs
 from torch_remat.runtime.region_saves import RegionSaves
 from torch_remat.runtime.region_writes import unobserved_writes
-from torch_remat.runtime.settle import locate, persisted, settle
+from torch_remat.runtime.settle import drop_unneeded, locate, persisted, plan_of, settle
 from torch_remat.runtime.state import SameOperations
 from torch_remat.runtime.tape import (
     Kept,
@@ -378,6 +378,14 @@ class ForwardFrame(Frame):
     def finish(self, outputs: list[Any]) -> None:
         """Settle what is kept, check what was modified, complete the tape (rule 4)."""
         settle(self, outputs)
+
+    def drop_unneeded(self, record: Region, step: Step) -> None:
+        """Let go of the outputs of a SAVE region that its step of the plan does not keep."""
+        drop_unneeded(self, record, step)
+
+    def plan_of(self, outputs: list[Any]) -> Plan | None:
+        """The plan of the path that this call took."""
+        return plan_of(self, outputs)
 
     def close(self) -> None:
         """The pass is over. Autograd keeps the pack hook beside what it packed: let it hold no tensor."""

@@ -23,7 +23,7 @@ from torch_remat.runtime.tape import BASE_GRADIENT, Output, OutputKind, Region, 
 if TYPE_CHECKING:
     from torch_remat.runtime.forward import ForwardFrame
 
-__all__ = ["locate", "persisted", "settle"]
+__all__ = ["drop_unneeded", "locate", "persisted", "plan_of", "settle"]
 
 _PATHS_TO_LOCATE = 4  # of a body that takes more, what it has begun to change is not looked for
 
@@ -35,7 +35,7 @@ def settle(frame: ForwardFrame, outputs: list[Any]) -> None:
         slot = reference()
         if slot is not None and not slot.is_modified():
             slot.probe = None
-    plan = _plan_of(frame, outputs)
+    plan = frame.plan_of(outputs)
     tape.fits = plan is not None
     if plan is not None:
         tape.to_end = tape.to_end or plan.to_end
@@ -94,12 +94,13 @@ def _settle_externals(frame: ForwardFrame, plan: Plan) -> None:
     tape.to_end = tape.to_end or changed
 
 
-def _plan_of(frame: ForwardFrame, outputs: list[Any]) -> Plan | None:
+def plan_of(frame: ForwardFrame, outputs: list[Any]) -> Plan | None:
+    """The plan of the path that this call took, learned now where it was observed; None where nobody knows it."""
     tape = frame.tape
     if frame.observer is not None:
         plan = frame.observer.plan(tape.function, outputs, early_stop_allowed())
         for record, step in zip(tape.order, plan.steps, strict=True):
-            _drop_unneeded(frame, record, step)
+            frame.drop_unneeded(record, step)
         readings = frame.observer.graph.readings()
         if readings:
             out_of_reach = frame.observer.graph.out_of_reach
@@ -116,14 +117,15 @@ def _plan_of(frame: ForwardFrame, outputs: list[Any]) -> Plan | None:
         if plan.slots == count and len(plan.steps) == regions:
             if len(frame.known.plans) > 1:  # some may be kept for a path that this call could have taken
                 for record, step in zip(tape.order, plan.steps, strict=True):
-                    _drop_unneeded(frame, record, step)
+                    frame.drop_unneeded(record, step)
             return plan
     frame.deviated()
     frame.known.missed(path_of(tape.order, count))
     return None
 
 
-def _drop_unneeded(frame: ForwardFrame, record: Region, step: Step) -> None:
+def drop_unneeded(frame: ForwardFrame, record: Region, step: Step) -> None:
+    """Let go of the outputs of a SAVE region that its step of the plan does not keep."""
     for position, output in enumerate(record.outputs):
         if output.kind is not OutputKind.KEPT:
             continue
