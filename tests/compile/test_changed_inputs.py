@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -35,6 +37,42 @@ class TestChangedInputs:
             results.append((output.detach(), *torch.autograd.grad(output.sum(), x), state))
         for got in results[1:]:
             torch.testing.assert_close(got, results[0], rtol=0, atol=0)
+
+    @pytest.mark.parametrize(
+        "part",
+        [
+            lambda b: b.unbind(0)[1],
+            lambda b: b.chunk(2)[1],
+            lambda b: b.split(3, dim=1)[0][1:].repeat(1, 2),
+            lambda b: b.t().unbind(1)[1].view(2, 3).repeat(1, 2),
+            lambda b: b.view(2, 2, 3).unbind(0)[1].reshape(-1),
+        ],
+        ids=["unbind", "chunk", "split", "unbind of a view", "reshaped"],
+    )
+    @pytest.mark.parametrize("where", ["bare", "a recomputed region", "a SAVE region"])
+    def test_p1_through_one_of_several_views(self, graphs: Graphs, x: Tensor, part: Any, where: str) -> None:
+        class Module(torch.nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.register_buffer("table", torch.linspace(0, 1, 12, dtype=torch.float64).reshape(2, 6))
+
+            def read(self, t: Tensor) -> Tensor:
+                return t[: len(self.table)].reshape(-1)[:6] + part(self.table)
+
+            def forward(self, t: Tensor) -> Tensor:
+                read = self.read
+                if where != "bare":
+                    read = remat.region(self.read, "read", recompute=where == "a recomputed region")
+                h = torch.sin(read(t))
+                self.table.add_(1)
+                return h
+
+        plain, module = Module(), Module()
+        call = graphs.compile(lambda t: remat.checkpoint(region_name="b")(module)(t))
+        for _ in range(2):
+            expected, got = plain(x), call(x)
+            assert torch.equal(got, expected)
+            assert torch.equal(torch.autograd.grad(got.sum(), x)[0], torch.autograd.grad(expected.sum(), x)[0])
 
     def test_p1_through_a_buffer_beside_regions(self, graphs: Graphs, x: Tensor) -> None:
         """Only what reads the buffer is kept; SAVE regions and the rest of recomputed code are as ever."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 
 import pytest
@@ -43,6 +44,24 @@ def test_p1_gradient_belongs_to_the_numbers_that_were_drawn() -> None:
         (got,) = torch.autograd.grad(output.sum(), t)
         assert 0 < int((output == 0).sum()) < 256
         torch.testing.assert_close(got, output.detach())  # (c t)^2 at t = 2 has the derivative 2 c^2 t = (c t)^2
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return torch.matmul(torch.softmax(torch.matmul(q, k.transpose(-2, -1)) / math.sqrt(q.shape[-1]), -1), v)
+
+
+def test_p2_attention_that_inductor_replaces_by_a_kernel_of_its_own_is_kept() -> None:
+    """It gives the kernel the mark of the last operation that it stands for."""
+
+    def body(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return remat.region(attention, "attention", recompute=False)(q.sin(), k, v).cos()
+
+    call = torch.compile(lambda *args: remat.checkpoint(region_name="b")(body)(*args), fullgraph=True)
+    found = remat.explain(call, *(torch.randn(2, 4, 16, 64, requires_grad=True) for _ in range(3)))
+    (checkpoint,) = found.checkpoints
+    (region,) = [one for one in checkpoint.regions if one.name == "attention"]
+    assert region.kept_bytes >= 2 * 4 * 16 * 64 * 4
+    assert [one.what.partition("[")[0] for part in (region, checkpoint.bare) for one in part.rebuilt] == ["sin"]
 
 
 @pytest.mark.parametrize("where", ["inside", "around"])

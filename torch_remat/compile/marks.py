@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 import itertools
+import operator
 import sys
 import warnings
 from types import FrameType, TracebackType
 from typing import Any
 
 import torch
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.fx import traceback
 from torch.fx.experimental import proxy_tensor
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
@@ -90,8 +92,12 @@ def _policy(changed: _ChangedInputs, context: Any, operation: Any, *args: Any, *
     reads = changed.are_read(operation, args, kwargs)
     marks = traceback.current_meta.get("custom")
     if marks and SAVE_MARK in marks:
-        # A view costs nothing to make again, and kept it would pin what it is a view of.
-        return CheckpointPolicy.PREFER_RECOMPUTE if is_view(operation) else CheckpointPolicy.MUST_SAVE
+        # A view costs nothing to make again, and kept it would pin what it is a view of. One of the whole result of the
+        # region pins nothing more, and has to say so: where Inductor puts an operation of its own in the place of
+        # several (attention written by hand), it takes over what is said of the last of them.
+        if is_view(operation) and not _is_whole_result(operation, args, marks[SAVE_MARK]):
+            return CheckpointPolicy.PREFER_RECOMPUTE
+        return CheckpointPolicy.MUST_SAVE
     if any(isinstance(branch, torch.nn.Module) and _has_saves(branch) for branch in args):
         return CheckpointPolicy.MUST_SAVE  # control flow is kept as a whole
     if reads:
@@ -133,15 +139,51 @@ class _ChangedInputs:
         self._last = next(self._nodes(), None)
         if "batch_norm" in str(operation) and _trains(operation, args, kwargs):
             return False  # it only writes the running statistics
-        computing = [node for node in new if node.op == "call_function" and not is_view(node.target)]
+        computing = [node for node in new if node.op == "call_function" and not _views(node)]
         return any(_viewed(one).name in self._inputs for node in computing for one in node.all_input_nodes)
 
 
 def _viewed(node: torch.fx.Node) -> torch.fx.Node:
     """What ``node`` is a view of, in the end, or the node."""
-    while node.op == "call_function" and is_view(node.target):
+    while _views(node):
         node = node.all_input_nodes[0]
     return node
+
+
+def _views(node: torch.fx.Node) -> bool:
+    """Whether ``node`` makes no memory of its own; so does one of several views that are made at once."""
+    if node.op == "call_function" and node.target is operator.getitem:
+        return _views(node.all_input_nodes[0])
+    return node.op == "call_function" and is_view(node.target)
+
+
+_WHOLE = {
+    getattr(torch.ops.aten, name)
+    for name in ("_unsafe_view", "alias", "detach", "permute", "squeeze", "t", "transpose", "unsqueeze", "view")
+}
+"""Views of all of a tensor."""
+
+
+def _is_whole_result(operation: Any, args: Any, region: str) -> bool:
+    """Whether a view is of all that an operation of ``region`` has computed."""
+    node = _node_of(args[0]) if operation.overloadpacket in _WHOLE and args else None
+    while node is not None and _views(node):
+        if getattr(node.target, "overloadpacket", None) not in _WHOLE:
+            return False
+        node = node.all_input_nodes[0]
+    return node is not None and node.op == "call_function" and (node.meta.get("custom") or {}).get(SAVE_MARK) == region
+
+
+def _node_of(tensor: Any) -> torch.fx.Node | None:
+    """The node that has made ``tensor`` in the graph that is traced now."""
+    mode = proxy_tensor.get_proxy_mode()
+    if mode is None:
+        return None
+    if isinstance(tensor, FunctionalTensor):
+        torch._sync(tensor)
+        tensor = torch._from_functional_tensor(tensor.elem)
+    slot = proxy_tensor.get_proxy_slot(tensor, mode.tracer, None) if isinstance(tensor, torch.Tensor) else None
+    return None if slot is None else slot.proxy.node
 
 
 def _trains(operation: Any, args: Any, kwargs: Any) -> bool:
