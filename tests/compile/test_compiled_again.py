@@ -116,3 +116,11 @@ class TestFunctionModes:
         call = torch.compile(lambda t: remat.checkpoint()(torch.sin)(t), backend="aot_eager", fullgraph=True)
         with Doubled(), pytest.raises(RuntimeError, match="inside a torch function mode"):
             call(x)
+
+    def test_p1_a_number_that_changes_and_a_length_that_is_new(self, graphs: Graphs) -> None:
+        """Of the number the compiled function makes a tensor of its own, in each pass another."""
+        call = remat.checkpoint(region_name="b")(graphs.compile(lambda t, s: t.sin() * s, fullgraph=False))
+        for step, length in enumerate((4, 4, 4, 6, 7)):
+            x = torch.linspace(0, 1, length, dtype=torch.float64).requires_grad_()
+            got = torch.autograd.grad(call(x, step + 0.5).square().sum(), x)[0]
+            assert torch.equal(got, torch.autograd.grad((x.sin() * (step + 0.5)).square().sum(), x)[0])

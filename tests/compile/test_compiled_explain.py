@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -174,3 +175,14 @@ def test_plain_bodies_and_models_are_explained_as_ever(x: Tensor) -> None:
     (one,) = remat.explain(remat.checkpoint(region_name="b")(lambda t: body(eager_body(t))), x).checkpoints
     assert one.name == "b"
     assert one.regions[0].kept_bytes == x.nbytes
+
+
+def test_p3_an_eager_checkpoint_around_a_compiled_part(x: Tensor) -> None:
+    """The graph breaks at the SAVE region, which is kept: also when a function around the checkpoint is explained."""
+    part = torch.compile(lambda t: remat.region(LINEAR, "l", recompute=False)(t.sin()).cos(), backend="aot_eager")
+    checkpointed = remat.checkpoint(region_name="e")(part)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="SAVE region")  # nobody asked for one graph
+        for function in (checkpointed, lambda t: checkpointed(t)):
+            (found,) = remat.explain(function, x).checkpoints
+            assert by_region(found) == {"l": ("save", x.numel() * 8), None: ("bare", 0)}

@@ -159,6 +159,17 @@ class TestP1WeightsThatAreComputed:
             for ours, expected in zip(module.buffers(), plain.buffers(), strict=True):
                 assert torch.equal(ours, expected)
 
+    @pytest.mark.filterwarnings("ignore::FutureWarning")
+    def test_p1_two_calls_in_flight(self, x: Tensor) -> None:
+        torch.manual_seed(0)
+        module = torch.nn.utils.spectral_norm(torch.nn.Linear(3, 3, dtype=torch.float64))
+        plain = copy.deepcopy(module)
+        call = remat.checkpoint(recompute_state_hooks=(self.Buffers(module),))(lambda t: torch.exp(module(t)))
+        for _ in range(3):
+            results = [grads(one(x) - one(x * 2), x) for one in (call, lambda t: torch.exp(plain(t)))]
+            for ours, expected in zip(*results, strict=True):
+                assert torch.equal(ours, expected)
+
     def test_p1_another_name_for_a_parameter_that_is_read_and_replaced(self, x: Tensor) -> None:
         class Rounded(torch.nn.Module):
             def __init__(self) -> None:
@@ -292,6 +303,49 @@ class TestP1StateThatTheBodyBeginsToChange:
             else:
                 with pytest.raises(ModifiedError, match="book"):
                     checkpointed(x).sum().backward()
+
+    @pytest.mark.parametrize("hooks", [(), (remat.GeneratorHook(),)], ids=["no hook", "a hook for generators"])
+    @pytest.mark.parametrize("how", ["bare", "in a SAVE region", "in place there", "guarded", "once per step"])
+    @pytest.mark.parametrize("every", [4, 12])
+    def test_p1_refused_on_a_path_that_is_new_or_rare(
+        self, x: Tensor, how: str, every: int, hooks: tuple[Any, ...]
+    ) -> None:
+        """Also on one that comes too seldom to be observed."""
+
+        class Codebook(torch.nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.calls, self.last = 0, -1
+                self.register_buffer("book", torch.ones(3, dtype=torch.float64))
+
+            def new(self, t: Tensor) -> Tensor:
+                return self.book * 0.9 + t.detach() * 0.1
+
+            def update(self, t: Tensor) -> Tensor:
+                if how == "in place there" or (how == "guarded" and not remat.is_recomputing()):
+                    self.book.copy_(self.new(t))
+                elif how in ("bare", "in a SAVE region") or (how == "once per step" and self.last != self.calls):
+                    self.last, self.book = self.calls, self.new(t)
+                return t * 1
+
+            def forward(self, t: Tensor) -> Tensor:
+                h = t.sin()
+                if self.calls % every == every - 1:
+                    old = h * self.book
+                    h = saved(self.update, "update")(old) if how.endswith(("region", "there")) else self.update(old)
+                return torch.exp(h)
+
+        module = Codebook()
+        checkpointed = remat.checkpoint(region_name="c", recompute_state_hooks=hooks)(module)
+        for call in range(3 * every):
+            module.calls = call
+            expected = grads(torch.exp(x.sin()), x)
+            if call % every == every - 1:
+                with pytest.raises(ModifiedError, match=r"book|in place"):
+                    checkpointed(x).sum().backward()
+            else:
+                for ours, plain in zip(grads(checkpointed(x), x), expected, strict=True):
+                    assert torch.equal(ours, plain)
 
     @pytest.mark.parametrize("converted", [False, True])
     def test_p1_what_is_made_anew_every_few_steps_is_no_fault(self, x: Tensor, converted: bool) -> None:

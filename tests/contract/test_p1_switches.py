@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.programs import leaf
+from helpers.programs import grads, leaf
 from torch import Tensor, nn
 
 import torch_remat as remat
@@ -183,6 +183,22 @@ class TestP1KeysOfModules:
         module.extra = value
         assert key(module) != before
         assert key(module) == key(module)
+
+    @pytest.mark.parametrize("way", ["argument", "function", "in a list"])
+    def test_p1_through_a_weak_proxy(self, way: str) -> None:
+        module = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Dropout(0.5)).eval()
+        proxy = weakref.proxy(module)
+        held = [proxy]
+        bodies: dict[str, Any] = {
+            "argument": lambda call, t: call(lambda one, t: torch.exp(one(t)))(proxy, t),
+            "function": lambda call, t: call(proxy)(t).exp(),
+            "in a list": lambda call, t: call(lambda t: torch.exp(held[0](t)))(t),
+        }
+        for _ in range(2):
+            x = torch.ones(2, 3, requires_grad=True)
+            results = [grads(bodies[way](call, x), x) for call in (remat.checkpoint(), lambda function: function)]
+            for ours, expected in zip(*results, strict=True):
+                assert torch.equal(ours, expected)
 
     def test_p1_circles_and_crowds_of_modules(self) -> None:
         module = Heads()

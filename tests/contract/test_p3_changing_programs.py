@@ -357,6 +357,48 @@ class TestP3Alternating:
         assert failed == 1
 
 
+class TestP3RarePaths:
+    """A path that comes too seldom to be observed, or a body whose captured values never stop changing."""
+
+    def test_p3_in_place_on_an_output_is_refused_at_most_once(self) -> None:
+        state = {"step": 0}
+
+        def body(t: Tensor) -> Tensor:
+            h = save(torch.cos, "cos")(t)
+            return torch.exp(torch.sin(torch.relu_(h))) if state["step"] % 12 == 11 else torch.exp(h * 2)
+
+        checkpointed = remat.checkpoint(region_name="c")(body)
+        refused = []
+        for step in range(60):
+            state["step"] = step
+            x, other = leaf(), leaf()
+            other.data.copy_(x.data)
+            try:
+                checkpointed(x).sum().backward()
+            except ModifiedError:
+                refused.append(step)
+                continue
+            body(other).sum().backward()
+            assert torch.equal(x.grad, other.grad), step
+        assert refused in ([], [11])
+
+    @pytest.mark.filterwarnings("ignore:torch_remat has seen")
+    def test_p3_beyond_all_variants_too(self) -> None:
+        refused = 0
+        for step in range(1060):
+            scale = 1.0 + step / 1024
+
+            def body(t: Tensor, scale: float = scale) -> Tensor:
+                return torch.exp(torch.relu_(save(torch.cos, "cos")(t)) / scale)
+
+            x = leaf()
+            try:
+                remat.checkpoint(region_name="c")(body)(x).sum().backward()
+            except ModifiedError:
+                refused += 1
+        assert refused <= 1
+
+
 class TestP3Threads:
     """What is learned in one thread serves another; two that learn at once do each other no harm."""
 

@@ -203,6 +203,22 @@ class TestP1StateHooksThatWriteIntoBuffers:
 
         self.compared(Block(frozenset({"linear"})).eval(), step)
 
+    @pytest.mark.parametrize("saved", SAVED, ids=lambda saved: "+".join(sorted(saved)) or "none")
+    def test_p1_a_checkpoint_inside_brings_its_own(self, saved: frozenset[str]) -> None:
+        """What its snapshots read, the body does not read."""
+        inner = Block(saved)
+        plain = copy.deepcopy(inner)
+        part = remat.checkpoint(region_name="in", recompute_state_hooks=(Buffers(inner.norm),))(inner.norm)
+
+        def body(t: Tensor) -> Tensor:
+            return torch.exp(inner.linear(part(torch.sin(t))))
+
+        for _ in range(3):
+            x = torch.linspace(0, 1, 35, dtype=torch.float64).reshape(7, 5).requires_grad_()
+            ours = torch.autograd.grad(remat.checkpoint(region_name="out")(body)(x).sum(), x)[0]
+            expected = torch.autograd.grad(torch.exp(plain.linear(plain.norm(torch.sin(x)))).sum(), x)[0]
+            assert torch.equal(ours, expected)
+
     def test_p1_a_buffer_that_several_checkpoints_share(self) -> None:
         blocks = [Block(frozenset({"linear"})), Block(frozenset())]
         blocks[1].scale = blocks[0].scale

@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable
+from contextvars import ContextVar
 from types import FrameType
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -36,11 +37,15 @@ __all__ = [
     "numbered",
     "one_graph",
     "scoped",
+    "tries_again",
     "unguarded",
     "while_tracing",
 ]
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+tries_again: ContextVar[bool] = ContextVar("torch_remat_tries_again", default=False)
+"""Whether a graph that breaks is an error only for whoever calls, who then compiles it as one that may."""
 
 # What code that is traced stands in, as far as the graph is concerned.
 NOWHERE = "nowhere"  # in no checkpoint
@@ -259,16 +264,22 @@ def _one_graph() -> bool:
     return bool(getattr(translator, "one_graph", False) or getattr(translator, "error_on_graph_break", False))
 
 
+def _must_stay() -> bool:
+    translator = _translator()
+    breaks = not getattr(translator, "error_on_graph_break", False) or tries_again.get()
+    return bool(getattr(translator, "one_graph", False) or not breaks)
+
+
 @while_tracing
 def one_graph() -> bool:
     """Whether the user asked for one graph (``fullgraph=True``): then nothing may leave it."""
-    return _one_graph()
+    return _must_stay()
 
 
 @while_tracing
 def cannot_break(name: str) -> bool:
     """Whether a SAVE region must stay in a compiled part of an eager checkpoint, which recomputes it; warns if so."""
-    if not _one_graph():
+    if not _must_stay():
         return False
     frame = current_frame.get()
     where = display_name(None if frame is None else frame.tape.name, _qualified(name))

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from torch_remat.compile.marks import CHECKPOINT_MARK, REGION_MARK, SAVE_MARK, is_view
+from torch_remat.compile.trace import tries_again
 from torch_remat.diagnostics.describing import Bill
 from torch_remat.diagnostics.explanation import (
     CheckpointExplanation,
@@ -48,11 +49,13 @@ class WatchedGraphs:
         Where no graph may break, blocks that differ by name only share what is compiled, as with ``fullgraph=True``.
         """
         token = _watching.set(self)
+        again = tries_again.set(not may_break)
         breaks = contextlib.nullcontext() if may_break else torch._dynamo.error_on_graph_break(True)
         try:
             with torch.compiler.set_stance("default", force_backend=_backend), breaks:
                 yield
         finally:
+            tries_again.reset(again)
             _watching.reset(token)
 
     def note(self, graphs: _Graphs, results: Any) -> None:

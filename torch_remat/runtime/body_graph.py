@@ -363,16 +363,21 @@ class BodyGraph:
         return found
 
     def check_replay(
-        self, slots: list[Slot], changed: list[tuple[str, Any]], suspects: list[externals.Suspect]
+        self,
+        slots: list[Slot],
+        changed: list[tuple[str, Any]],
+        suspects: list[externals.Suspect],
+        replaced: list[externals.Replaced],
     ) -> None:
         """Refuse what the replay just observed has read and should not have: what is no longer as forward left it.
 
         ``slots`` are those that it has filled, ``changed`` what was modified or replaced since forward, with names, and
-        ``suspects`` what the body itself has changed in forward.
+        ``suspects`` what the body itself has changed in forward, ``replaced`` what it has replaced in this replay.
         """
         saves = [self.writer[key] for slot in slots for key in _keys_in(slot) if key in self.writer]
         writing = {node for node, _ in self.writes}
-        values = self._slice(saves + [root for root in self.roots if root not in writing])
+        self._values = saves + [root for root in self.roots if root not in writing]
+        values = self._slice(self._values)
         self._check(values, values, replaying=True)
         read = {self.nodes[node].detail for node in values if self.nodes[node].kind == EXTERNAL}
         read -= set(self.external_writes)
@@ -381,6 +386,9 @@ class BodyGraph:
                 raise externals.changed(self.tape.name, name)
         for one in suspects:
             if not read.isdisjoint(one.keys):
+                raise externals.changed_again(self.tape.name, one.name)
+        for one in replaced:
+            if self.reads_old(one):
                 raise externals.changed_again(self.tape.name, one.name)
 
     def _shells(self, needed: set[int], keep: dict[int, set[int]]) -> dict[int, set[int]]:

@@ -141,6 +141,8 @@ def _value_key_within(value: Any, look: _Look) -> Any:
     if kind in _VALUES or isinstance(value, type):
         return _number_key(kind, value) if kind in _NUMBERS and not look.numbers else (kind, value)
     if isinstance(value, torch.nn.Module):
+        if kind in weakref.ProxyTypes:  # a parent that must not become a submodule, say
+            value = value.modules.__self__
         return _digest(value, _module_parts, look), _switches_of(value, look)
     if look.left <= 0 or look.depth <= 0:
         return kind

@@ -307,9 +307,10 @@ class Before:
     """The tensors, parameters excepted, that paths led to before a body ran."""
 
     def __init__(self, root: Root) -> None:
-        holders = find(root, lambda tensor: not isinstance(tensor, torch.nn.Parameter))
+        self.holders = find(root, lambda tensor: not isinstance(tensor, torch.nn.Parameter))
         self._root = root
-        self._seen = [(seen, [frozenset(storage_keys(one)) for one in seen.then()]) for seen in locate(root, holders)]
+        found = locate(root, self.holders)
+        self._seen = [(seen, [frozenset(storage_keys(one)) for one in seen.then()]) for seen in found]
 
     def replaced(self) -> list[Replaced]:
         """Where something else is now, with other values."""

@@ -42,12 +42,13 @@ from torch_remat.runtime.hooks import (
 from torch_remat.runtime.host_reads import HostReads
 from torch_remat.runtime.labels import profiling, wrapped
 from torch_remat.runtime.observe import Observer
-from torch_remat.runtime.plan import Plan, Step, merged, registry
+from torch_remat.runtime.plan import Plan, Step, merged, registry, widened
 from torch_remat.runtime.region_outputs import SaveOutputs
 from torch_remat.runtime.region_saves import RegionSaves
 from torch_remat.runtime.region_writes import unobserved_writes
 from torch_remat.runtime.settle import drop_unneeded, locate, persisted, plan_of, settle
 from torch_remat.runtime.state import SameOperations
+from torch_remat.runtime.state_hooks import snapshots
 from torch_remat.runtime.tape import (
     Kept,
     Output,
@@ -100,6 +101,7 @@ class ForwardFrame(Frame):
         self.layouts = self.known.layouts
         self.plans: list[Plan] = []
         self.located: list[tuple[Plan, list[externals.Seen]]] = []
+        self.everything: list[externals.Seen] = []
         self.observer: Observer | None = None
         self.under_mode = False
         tape.under_mode = bool(torch._C._len_torch_dispatch_stack())
@@ -180,21 +182,17 @@ class ForwardFrame(Frame):
         if not plans:
             return None
         index = len(self.tape.order)
-        if len(plans) == 1:
-            steps = plans[0].steps
-            if index < len(steps):
-                step = steps[index]
-                if step.starts(record):
-                    return step
-            self.deviated()
-            return None
         fitting = [plan for plan in plans if index < len(plan.steps) and plan.steps[index].starts(record)]
-        self.plans = fitting
-        if not fitting:
-            self.deviated()
-            return None
-        steps_here = [plan.steps[index] for plan in fitting]
-        return merged(steps_here)
+        if len(fitting) < len(plans):
+            self.plans = fitting
+            if not fitting:
+                self.deviated()
+                return None
+        step = fitting[0].steps[index]
+        if len(fitting) > 1:
+            step = merged([plan.steps[index] for plan in fitting])
+        rare = self.known.rare.get(record.name) if self.known.rare else None
+        return step if rare is None else widened(step, rare)
 
     def _narrow(self, given: Any) -> None:
         """A SAVE region has returned: where it handed back other arguments than a plan says, that plan fits no more."""
@@ -305,7 +303,7 @@ class ForwardFrame(Frame):
         """What a SAVE region did besides returning: the state it left, the arguments it modified."""
         record = outputs.record
         if self.hooks:
-            record.exit_states = [(hook, hook.snapshot()) for hook in self.hooks]
+            record.exit_states = list(zip(self.hooks, snapshots(self.hooks), strict=True))
         for index, leaf in enumerate(arguments):
             changed = versions[index] >= 0 and leaf._version != versions[index]
             if changed and not any(arguments[other] is leaf for other, _ in record.changed):
@@ -347,7 +345,7 @@ class ForwardFrame(Frame):
         """A checkpoint with these state hooks starts inside this body; returns what :meth:`leave_checkpoint` gets."""
         before = self.hooks
         if hooks:
-            self.tape.inner_states.append([hook.snapshot() for hook in hooks])
+            self.tape.inner_states.append(snapshots(hooks))
             self.hooks = (*before, *hooks)
         return before
 
@@ -396,6 +394,7 @@ class ForwardFrame(Frame):
         self.leaves = []
         self.plans = []
         self.located = []
+        self.everything = []
         self.observer = None
 
 

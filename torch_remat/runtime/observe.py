@@ -334,10 +334,16 @@ class Observer(TorchDispatchMode):
         """The plan for the path just observed. Raises our errors for what no replay can reproduce."""
         self._check_host_random()
         replaced = self._replaced()
-        plan = self.graph.plan(function, outputs, early_stop, replaced)
-        if self.graph.replaced:
-            self._judge_replaced(self.graph.replaced)
+        elsewhere = frozenset() if self._before is None or not replaced else self._before.still_there()
+        aliases = [one for one in replaced if one.before <= elsewhere]
+        plan = self.graph.plan(function, outputs, early_stop, [one for one in replaced if one not in aliases])
+        self._judge_replaced(self.graph.replaced, aliases)
         return plan
+
+    @property
+    def outside(self) -> tuple[externals.Holder, ...]:
+        """Where the tensors are that the call leads to, parameters excepted."""
+        return () if self._before is None else self._before.holders
 
     def _replaced(self) -> list[externals.Replaced]:
         """Where replay will find something else than forward did, the state hooks having restored what they do."""
@@ -350,28 +356,29 @@ class Observer(TorchDispatchMode):
             still = {one.name for one in self._before.replaced()}
         return [one for one in replaced if one.name in still]
 
-    def _judge_replaced(self, replaced: list[externals.Replaced]) -> None:
+    def _judge_replaced(self, replaced: list[externals.Replaced], aliases: list[externals.Replaced]) -> None:
         """Whether replay can do with what is there now: not where forward read what was there.
 
         Where it read only what it put there (``self.mask = self.mask.to(dtype)``), replay may find that and leave it.
-        Memory that something else still has may have been read there: replay will tell (``spectral_norm`` puts the
-        weight that it has computed where an alias of a parameter was).
+        Of ``aliases`` something else still has the old memory, and that may have been read: replay will tell
+        (``spectral_norm`` puts the weight that it has computed where an alias of a parameter was).
         """
-        tape, before = self._tape, self._before
-        elsewhere = frozenset() if before is None else before.still_there()
+        tape = self._tape
         for one in replaced:
             if self.graph.reads_old(one):
-                if not one.before <= elsewhere:
-                    raise externals.changed_again(tape.name, one.name)
-                tape.suspects.append(one.now)
+                raise externals.changed_again(tape.name, one.name)
             tape.changes = tape.to_end = True
+        for one in aliases:
+            if self.graph.reads_old(one):
+                tape.suspects.append(one.now)
+                tape.to_end = True
 
-    def check_replay(self) -> None:
-        """Refuse what a replay, observed to its end, should not have read or drawn."""
+    def check_replay(self, replaced: list[externals.Replaced]) -> None:
+        """Refuse what a replay, observed to its end, should not have read or drawn. ``replaced`` has it replaced."""
         self._check_host_random()
         changed = [found for seen in self._tape.externals for found in seen.all_changed()]
         slots = [slot for slot in self._tape.living_slots() if slot.tensor is not None]
-        self.graph.check_replay(slots, changed, self._tape.suspects)
+        self.graph.check_replay(slots, changed, self._tape.suspects, replaced)
 
 
 def output_modified(tape: Tape, record: Region) -> ModifiedError:

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch_remat.runtime.body_key import BodyKey
 
-__all__ = ["Known", "Plan", "Registry", "Step", "merged", "path_of", "registry"]
+__all__ = ["Known", "Plan", "Registry", "Step", "merged", "path_of", "registry", "widened"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +71,11 @@ def merged(steps: list[Step]) -> Step:
         frozenset.intersection(*[step.free for step in steps]),
         frozenset.intersection(*[step.rebuild for step in steps]),
     )
+
+
+def widened(step: Step, leaves: frozenset[int]) -> Step:
+    """``step`` with copies of ``leaves`` kept, until it is known which path the call takes."""
+    return replace(step, keep=step.keep | leaves, clone=step.clone | leaves)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +135,9 @@ class Known:
         "_taught",
         "clones",
         "layouts",
+        "outside",
         "plans",
+        "rare",
         "stays_observed",
         "suspect",
         "trusted",
@@ -148,6 +155,8 @@ class Known:
         self.plans: list[Plan] = []
         self.under_mode = False  # one of the plans needs a dispatch mode around the body
         self.clones: set[tuple[str, int]] = set()  # (region, leaf) of what is modified in place on some path
+        self.rare: dict[str, frozenset[int]] = {}  # region -> leaves, modified in place on a path without a plan
+        self.outside: tuple[Any, ...] = ()  # where the tensors are that a call leads to, parameters excepted
         self.layouts: list[Any] = []  # shape, dtype and device of each save in the latest call, for the next to share
         self.unobserved: dict[Path, int] = {}
         self._taught: dict[Path, set[tuple[str, int, bool]]] = {}  # (region, leaf, whether as a copy)
@@ -177,13 +186,15 @@ class Known:
 
         The next calls are observed all the same: the program may have changed for good, and need less of the rest.
         """
+        if clone:
+            self.clones.add((region, leaf))
         if not self.trusted:
             return
+        if clone and all(one.path != path for one in self.plans):
+            self.rare[region] = self.rare.get(region, frozenset()) | {leaf}
         if len(self._taught) < self._PATHS:
             self._taught.setdefault(path, set()).add((region, leaf, clone))
         self.plans = [one.needing(region, leaf, clone=clone) if one.path == path else one for one in self.plans]
-        if clone:
-            self.clones.add((region, leaf))
         self.stay_observed()
 
     def stay_observed(self) -> None:

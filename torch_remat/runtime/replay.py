@@ -74,10 +74,11 @@ def _replay(tape: Tape, unfilled: int) -> None:
     at_start = None
     try:
         at_start = restore(zip(tape.hooks, tape.states, strict=True)) if tape.hooks else None
-        if not tape.fits or tape.suspects:
+        if tape.root is not None and (not tape.fits or tape.suspects):
+            before = externals.Before(tape.root)
             with _ReplayObserver(tape, frame) as watch:
                 _run(frame, tape, function, args, kwargs)
-            watch.check_replay()
+            watch.check_replay(before.replaced())
         elif tape.handed_on is not None:
             draws = DrawWatch(functools.partial(_check_draw, tape, frame)) if tape.watch_draws else _NOTHING
             with Reads(tape) as reads, draws:

@@ -30,7 +30,7 @@ from torch_remat.runtime.graft import as_result
 from torch_remat.runtime.labels import profiling, wrapped
 from torch_remat.runtime.placeholder import Meta, Origin, is_placeholder
 from torch_remat.runtime.rerun import rerun
-from torch_remat.runtime.state_hooks import restore
+from torch_remat.runtime.state_hooks import restore, snapshots
 from torch_remat.runtime.tape import (
     BASE_GRADIENT,
     LEAF_GRADIENT,
@@ -114,7 +114,8 @@ class ReplayFrame(Frame):
                 raise self._refuse(SavesDriftError(self._metadata(position, slot.expected, found, tensor)))
             if type(tensor) is not Tensor and is_placeholder(tensor):
                 raise self._refuse(placeholder.missing(tensor, "backward needs what is computed from it"))
-            self._fill(slot, kept)
+            # The tensor that compiled code makes of a number counts on its own in each pass.
+            self._fill(slot, kept, trusted=self._codes is None or not is_compiled(self._codes[position]))
         return holder
 
     def _refuse(self, error: Exception) -> Exception:
@@ -348,7 +349,7 @@ class ReplayFrame(Frame):
         if hooks:
             states = self.tape.inner_states[self._inner]
             self._inner += 1
-            self._undo.extend((hook, hook.snapshot()) for hook in hooks)
+            self._undo.extend(zip(hooks, snapshots(hooks), strict=True))
             restore(zip(hooks, states, strict=True))
         return ()
 

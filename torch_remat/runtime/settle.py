@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = ["drop_unneeded", "locate", "persisted", "plan_of", "settle"]
 
-_PATHS_TO_LOCATE = 4  # of a body that takes more, what it has begun to change is not looked for
+_PATHS_TO_LOCATE = 16  # of a body that takes more, what it has begun to change is not looked for
 
 
 def settle(frame: ForwardFrame, outputs: list[Any]) -> None:
@@ -49,6 +49,10 @@ def settle(frame: ForwardFrame, outputs: list[Any]) -> None:
         tape.to_end = True
         # Nobody has looked at this path; replay will, and then has to know what is as it was.
         tape.root = externals.root_of(tape)
+        lost = externals.overwritten(frame.everything, replaced=False, updated=False)
+        if lost and carry_state(tape.hooks):
+            lost = externals.unrestored(tape, lost)
+        tape.suspects = [externals.Suspect(one.name, one.now) for one in lost]
         tape.externals = externals.locate(tape.root, externals.find(tape.root, lambda tensor: True))
     tape.to_end = tape.to_end or not early_stop_allowed()
     if tape.captured is not None:  # what the body's own calls assign is theirs to assign again
@@ -66,8 +70,9 @@ def settle(frame: ForwardFrame, outputs: list[Any]) -> None:
 def locate(frame: ForwardFrame) -> None:
     """Note what replay will read from outside before the body can change it."""
     reading = [plan for plan in frame.plans if plan.externals]
-    if reading:
+    if reading or frame.known.outside:
         root = frame.tape.root = externals.root_of(frame.tape)
+        frame.everything = externals.locate(root, frame.known.outside)
         frame.located = [(plan, externals.locate(root, plan.externals)) for plan in reading[:_PATHS_TO_LOCATE]]
 
 
@@ -99,6 +104,7 @@ def plan_of(frame: ForwardFrame, outputs: list[Any]) -> Plan | None:
     tape = frame.tape
     if frame.observer is not None:
         plan = frame.observer.plan(tape.function, outputs, early_stop_allowed())
+        frame.known.outside = frame.observer.outside
         for record, step in zip(tape.order, plan.steps, strict=True):
             frame.drop_unneeded(record, step)
         readings = frame.observer.graph.readings()
@@ -115,7 +121,7 @@ def plan_of(frame: ForwardFrame, outputs: list[Any]) -> Plan | None:
     count, regions = len(frame.slots), len(tape.order)
     for plan in frame.plans:
         if plan.slots == count and len(plan.steps) == regions:
-            if len(frame.known.plans) > 1:  # some may be kept for a path that this call could have taken
+            if len(frame.known.plans) > 1 or frame.known.rare:  # some may be kept for another path
                 for record, step in zip(tape.order, plan.steps, strict=True):
                     frame.drop_unneeded(record, step)
             return plan

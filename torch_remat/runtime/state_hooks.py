@@ -18,7 +18,7 @@ from torch_remat.runtime.generators import GeneratorHook
 from torch_remat.runtime.tape import set_version, version_of
 from torch_remat.runtime.tensors import storage_keys, written_by
 
-__all__ = ["RecomputeStateHook", "Written", "as_restored", "carry_state", "restore", "restoring"]
+__all__ = ["RecomputeStateHook", "Written", "as_restored", "carry_state", "restore", "restoring", "snapshots"]
 
 restoring: ContextVar[bool] = ContextVar("torch_remat_restoring", default=False)
 """Whether a state hook runs: what it reads and writes is none of the body's doing."""
@@ -78,6 +78,15 @@ class Written(TorchDispatchMode):
 def carry_state(hooks: Iterable[RecomputeStateHook]) -> bool:
     """Whether one of the state hooks may restore something else than generators."""
     return any(type(hook) is not GeneratorHook for hook in hooks)
+
+
+def snapshots(hooks: Iterable[RecomputeStateHook]) -> list[Any]:
+    """The present state of each hook. What is read for it, the body does not read."""
+    token = restoring.set(True)
+    try:
+        return [hook.snapshot() for hook in hooks]
+    finally:
+        restoring.reset(token)
 
 
 def restore(states: Iterable[tuple[RecomputeStateHook, Any]]) -> Written | None:
