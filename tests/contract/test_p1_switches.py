@@ -220,3 +220,18 @@ class TestP1KeysOfModules:
         del module, same_key
         gc.collect()
         assert reference() is None
+
+    @pytest.mark.parametrize("captured", [True, False])
+    def test_p5_no_module_with_parametrizations_is_kept_alive(self, captured: bool) -> None:
+        """Each has a class of its own, which leads to it. Equal ones are one body."""
+        keys = []
+        for _ in range(2):
+            module = nn.utils.parametrizations.weight_norm(nn.Linear(3, 3))
+            body = (lambda t, module=module: torch.exp(module(t))) if captured else module
+            remat.checkpoint()(body)(torch.ones(2, 3)).exp().sum().backward()
+            keys.append(key(module))
+            reference = weakref.ref(module)
+            del module, body
+            gc.collect()
+            assert reference() is None
+        assert keys[0] == keys[1]

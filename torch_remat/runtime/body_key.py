@@ -115,7 +115,17 @@ def _callable_key(function: Any, look: _Look) -> tuple[Any, Any]:
     if isinstance(function, functools.partial):
         code, captured = _callable_key(function.func, look)
         return code, (captured, _value_key(function.args, look), _value_key(function.keywords, look))
-    return type(function), _value_key(function, look)
+    return _type_of(function), _value_key(function, look)
+
+
+def _type_of(value: Any) -> Any:
+    """The type of an object; of a module with parametrizations that of before.
+
+    Each such module has a class of its own, which leads to the module: held in a key, it would never be freed.
+    """
+    kind = type(value)
+    parametrized = isinstance(value, torch.nn.Module) and "parametrizations" in value._modules
+    return ("parametrized", kind.__bases__[0]) if parametrized else kind
 
 
 def _cell_key(cell: Any, look: _Look) -> Any:
@@ -171,7 +181,7 @@ def _digest(value: Any, parts: Callable[[Any, _Look], Any], look: _Look) -> Any:
         if known is None:
             outer, look.trained = look.trained, []
             try:
-                known = _digests[value] = _Digest((type(value), parts(value, look)))
+                known = _digests[value] = _Digest((_type_of(value), parts(value, look)))
                 known.modules = tuple([weakref.ref(one.modules[0]) for one in look.trained])
             finally:
                 look.trained = outer
@@ -184,9 +194,9 @@ def _parts_now(value: Any, parts: Callable[[Any, _Look], Any], look: _Look) -> A
     """``parts`` of an object as it is now. It may count steps: of its numbers only small integers."""
     numbers, look.numbers = look.numbers, False
     try:
-        return type(value), parts(value, look)
+        return _type_of(value), parts(value, look)
     except TypeError:
-        return type(value)
+        return _type_of(value)
     finally:
         look.numbers = numbers
 
@@ -196,7 +206,7 @@ def _module_parts(module: torch.nn.Module, look: _Look) -> Any:
     return tuple(
         (
             path,
-            type(one),
+            _type_of(one),
             getattr(type(one), "forward", None),  # of a scripted module there is none
             tuple(
                 (name, value)
