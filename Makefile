@@ -24,6 +24,9 @@ MAIN_STAMP := .venv/.installed-$(HASH)
 FLOOR_STAMP := .venv-floor/.installed-$(HASH)-$(FLOOR_TORCH)-$(FLOOR_TITAN)
 
 WORKERS ?= 2
+# The order of the tests is shuffled by it; another one finds tests that lean on others.
+SEED ?= 1
+PYTEST := -m pytest -n $(WORKERS) --dist worksteal --randomly-seed=$(SEED)
 # Memory reports show what lives in the whole process: their tests, and the pages with their output, run without others.
 REPORT_TESTS := tests/diagnostics tests/tensorboard
 OTHER_TESTS := tests --ignore=tests/diagnostics --ignore=tests/tensorboard --ignore=tests/docs -m "not job"
@@ -63,9 +66,9 @@ contracts: $(MAIN_STAMP)
 
 floor-tests: $(FLOOR_STAMP)
 	@echo "== tests on torch $(FLOOR_TORCH) and torchtitan $(FLOOR_TITAN)"
-	@.venv-floor/bin/python -m pytest -n $(WORKERS) --dist worksteal $(REPORT_TESTS)
-	@.venv-floor/bin/python -m pytest -n $(WORKERS) --dist worksteal tests/docs
-	@.venv-floor/bin/python -m pytest -n $(WORKERS) --dist worksteal $(OTHER_TESTS)
+	@.venv-floor/bin/python $(PYTEST) $(REPORT_TESTS)
+	@.venv-floor/bin/python $(PYTEST) tests/docs
+	@.venv-floor/bin/python $(PYTEST) $(OTHER_TESTS)
 
 multi-gpu-tests: $(MAIN_STAMP)
 	@echo "== multi-process tests under torchrun"
@@ -73,9 +76,9 @@ multi-gpu-tests: $(MAIN_STAMP)
 
 main-tests: $(MAIN_STAMP)
 	@echo "== tests on the newest torch"
-	@.venv/bin/python -m pytest -n $(WORKERS) --dist worksteal $(REPORT_TESTS)
-	@.venv/bin/python -m pytest -n $(WORKERS) --dist worksteal tests/docs
-	@.venv/bin/python -m pytest -n $(WORKERS) --dist worksteal $(OTHER_TESTS)
+	@.venv/bin/python $(PYTEST) $(REPORT_TESTS)
+	@.venv/bin/python $(PYTEST) tests/docs
+	@.venv/bin/python $(PYTEST) $(OTHER_TESTS)
 
 $(MAIN_STAMP): pyproject.toml
 	@test -n "$(PYTHON)" || { echo "No Python 3.11 or newer found. To fix: install one, or name it with make PYTHON=/path/to/python"; exit 2; }
@@ -98,8 +101,8 @@ titan-jobs: $(MAIN_STAMP) $(FLOOR_STAMP)
 
 # What of the contract suite is inherited by compiled checkpoints, on both versions; ten minutes on two cores.
 compiled-tests: $(MAIN_STAMP) $(FLOOR_STAMP)
-	@.venv-floor/bin/python -m pytest -n $(WORKERS) --dist worksteal -m compiled tests/contract
-	@.venv/bin/python -m pytest -n $(WORKERS) --dist worksteal -m compiled tests/contract
+	@.venv-floor/bin/python $(PYTEST) -m compiled tests/contract
+	@.venv/bin/python $(PYTEST) -m compiled tests/contract
 
 clean:
 	rm -rf .venv .venv-floor .cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis build dist
