@@ -25,7 +25,7 @@ FLOOR_STAMP := .venv-floor/.installed-$(HASH)-$(FLOOR_TORCH)-$(FLOOR_TITAN)
 
 WORKERS ?= 2
 # The order of the tests is shuffled by it; another one finds tests that lean on others.
-SEED ?= 1
+SEED ?= 2
 PYTEST := -m pytest -n $(WORKERS) --dist worksteal --randomly-seed=$(SEED)
 # Memory reports show what lives in the whole process: their tests, and the pages with their output, run without others.
 REPORT_TESTS := tests/diagnostics tests/tensorboard

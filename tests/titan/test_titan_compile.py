@@ -35,10 +35,8 @@ BITWISE = RematOptions(preset="none", determinism_check="bitwise")
 
 
 @pytest.fixture(autouse=True)
-def fresh_dynamo():
-    torch.compiler.reset()
-    yield
-    torch.compiler.reset()
+def _fresh(fresh_compiler):
+    """No compiled code of another test, and none left."""
 
 
 def counting(runs):
