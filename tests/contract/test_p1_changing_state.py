@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.hooks import Buffers
 from helpers.programs import grads, leaf, saved
 from torch import Tensor
 
@@ -128,19 +129,6 @@ class TestP1StateThatTheBodyReplaces:
 class TestP1WeightsThatAreComputed:
     """``weight`` starts as another name for a parameter and is replaced in each call by what is computed from that."""
 
-    class Buffers:
-        """A state hook for all buffers."""
-
-        def __init__(self, module: torch.nn.Module) -> None:
-            self.module = module
-
-        def snapshot(self) -> list[Tensor]:
-            return [buffer.clone() for buffer in self.module.buffers()]
-
-        def restore(self, state: list[Tensor]) -> None:
-            for buffer, value in zip(self.module.buffers(), state, strict=True):
-                buffer.copy_(value)
-
     @pytest.mark.filterwarnings("ignore::FutureWarning")
     @pytest.mark.parametrize("computed", [torch.nn.utils.spectral_norm, torch.nn.utils.weight_norm])
     def test_p1_in_a_checkpoint(self, x: Tensor, computed: Any) -> None:
@@ -148,7 +136,7 @@ class TestP1WeightsThatAreComputed:
         module = computed(torch.nn.Linear(3, 3, dtype=torch.float64))
         torch.manual_seed(0)
         plain = computed(torch.nn.Linear(3, 3, dtype=torch.float64))
-        checkpointed = remat.checkpoint(recompute_state_hooks=(self.Buffers(module),))(lambda t: torch.exp(module(t)))
+        checkpointed = remat.checkpoint(recompute_state_hooks=(Buffers(module),))(lambda t: torch.exp(module(t)))
         for _ in range(3):
             results = [
                 grads(checkpointed(x), x, *module.parameters()),
@@ -164,7 +152,7 @@ class TestP1WeightsThatAreComputed:
         torch.manual_seed(0)
         module = torch.nn.utils.spectral_norm(torch.nn.Linear(3, 3, dtype=torch.float64))
         plain = copy.deepcopy(module)
-        call = remat.checkpoint(recompute_state_hooks=(self.Buffers(module),))(lambda t: torch.exp(module(t)))
+        call = remat.checkpoint(recompute_state_hooks=(Buffers(module),))(lambda t: torch.exp(module(t)))
         for _ in range(3):
             results = [grads(one(x) - one(x * 2), x) for one in (call, lambda t: torch.exp(plain(t)))]
             for ours, expected in zip(*results, strict=True):

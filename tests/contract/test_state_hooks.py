@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from helpers.compare import compare
 from helpers.engine import EagerEngine
-from helpers.hooks import Counting
+from helpers.hooks import Buffers, Counting
 from torch import Tensor, nn
 
 import torch_remat as remat
@@ -117,21 +117,6 @@ class TestStateHooks:
     def test_state_hook_protocol_is_checked_at_run_time(self) -> None:
         assert isinstance(Counting([]), remat.RecomputeStateHook)
         assert not isinstance(object(), remat.RecomputeStateHook)
-
-
-class Buffers:
-    """The buffers of a module, written back into the tensors that are there."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
-
-    def snapshot(self) -> list[Tensor]:
-        return [buffer.clone() for buffer in self.module.buffers()]
-
-    def restore(self, state: list[Tensor]) -> None:
-        with torch.no_grad():
-            for buffer, value in zip(self.module.buffers(), state, strict=True):
-                buffer.copy_(value)
 
 
 class Block(nn.Module):

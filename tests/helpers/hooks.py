@@ -58,3 +58,18 @@ class Counting:
 def generator_hooks() -> tuple[Any, ...]:
     """The shipped hook for the default generators."""
     return (remat.GeneratorHook(),)
+
+
+class Buffers:
+    """The buffers of a module, written back into the tensors that are there."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self.module = module
+
+    def snapshot(self) -> list[torch.Tensor]:
+        return [buffer.clone() for buffer in self.module.buffers()]
+
+    def restore(self, state: list[torch.Tensor]) -> None:
+        with torch.no_grad():
+            for buffer, value in zip(self.module.buffers(), state, strict=True):
+                buffer.copy_(value)

@@ -266,8 +266,8 @@ def _one_graph() -> bool:
 
 def _must_stay() -> bool:
     translator = _translator()
-    breaks = not getattr(translator, "error_on_graph_break", False) or tries_again.get()
-    return bool(getattr(translator, "one_graph", False) or not breaks)
+    asked = getattr(translator, "error_on_graph_break", False) and not tries_again.get()
+    return bool(getattr(translator, "one_graph", False) or asked)
 
 
 @while_tracing
