@@ -67,7 +67,7 @@ class _Parallelize:
         section = job_config.activation_checkpoint
         if section.mode != MODE:
             return self.host(model, parallel_dims, job_config)
-        options = RematOptions.collect(section)
+        options = _options(section)
         parallel = _parallel(parallel_dims)
         if self.whole:
             _look_at_the_whole(model, options, parallel)
@@ -101,10 +101,20 @@ class _Pipeline:
         section = job_config.activation_checkpoint
         if section.mode == MODE:
             _refuse_dual_pipe(job_config, parallel_dims)
-            _look_at_the_whole(model, RematOptions.collect(section), _parallel(parallel_dims))
+            _look_at_the_whole(model, _options(section), _parallel(parallel_dims))
             if isinstance(parallelize_fn, _Parallelize):
                 parallelize_fn = dataclasses.replace(parallelize_fn, whole=False)
         return self.host(model, parallel_dims, job_config, device, model_args, parallelize_fn, loss_fn)
+
+
+def _options(section: Any) -> RematOptions:
+    if not hasattr(section, "save_regions"):
+        raise ValueError(
+            "activation_checkpoint.mode is remat, and this job's configuration has no options of torch_remat.\n"
+            'To fix: [job] custom_config_module = "torch_remat_titan.job_config"; a job with a config module of its own '
+            "gives its JobConfig the field activation_checkpoint, a torch_remat_titan.job_config.ActivationCheckpoint."
+        )
+    return RematOptions.collect(section)
 
 
 def _look_at_the_whole(model: nn.Module, options: RematOptions, parallel: frozenset[str]) -> None:

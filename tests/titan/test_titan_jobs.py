@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 from titan_configs import STAGES
-from titan_hosts import SERIES, needs_0_2, needs_0_3, needs_any
+from titan_hosts import SERIES, environment, needs_0_2, needs_0_3, needs_any
 from titan_jobs import FAMILIES, STEPS, family, jobs, mode, remat  # noqa: F401  (jobs is a fixture)
 
 pytestmark = needs_any
@@ -64,6 +64,46 @@ def test_toml_with_the_hosts_launcher(jobs, plain, toml):  # noqa: F811
     job = jobs.run(*toml, launcher=HOST)
     assert job.figures == plain.figures
     assert job.log.count("layers.5: no checkpoint") == 2
+
+
+OWN_CONFIG = """from dataclasses import dataclass, field
+from torch_remat_titan.job_config import ActivationCheckpoint
+
+@dataclass
+class Mine:
+    knob: int = 1
+
+@dataclass
+class JobConfig:
+    activation_checkpoint: ActivationCheckpoint = field(default_factory=ActivationCheckpoint)
+    mine: Mine = field(default_factory=Mine)
+"""
+
+
+@needs_0_2
+@pytest.mark.job
+def test_a_config_module_of_the_jobs_own_with_custom_import(jobs, plain, toml, tmp_path):  # noqa: F811
+    (tmp_path / "own_job_config.py").write_text(OWN_CONFIG)
+    text = Path(toml[1]).read_text().replace("torch_remat_titan.job_config", "own_job_config")
+    own = '[mine]\nknob = 3\n[experimental]\ncustom_import = "torch_remat_titan.job_config"\n'
+    Path(toml[1]).write_text(text + own)
+    variables = environment()
+    variables["PYTHONPATH"] += f":{tmp_path}"
+    job = jobs.run(*toml, launcher=HOST, PYTHONPATH=variables["PYTHONPATH"])
+    assert job.figures == plain.figures
+    assert job.log.count("layers.5: no checkpoint") == 2
+
+
+@needs_0_2
+@pytest.mark.job
+def test_custom_import_without_our_section_says_what_is_missing(jobs, tmp_path):  # noqa: F811
+    path = tmp_path / "job.toml"
+    path.write_text(
+        '[experimental]\ncustom_import = "torch_remat_titan.job_config"\n[activation_checkpoint]\nmode = "remat"\n'
+    )
+    job = jobs.run("--job.config_file", str(path), launcher=HOST, fails=True)
+    assert job.status != 0
+    assert 'To fix: [job] custom_config_module = "torch_remat_titan.job_config"' in job.log
 
 
 @needs_0_3
