@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from torch_remat.compile.trace import unguarded
+from torch_remat.compile.trace import UNREAD, Named, unguarded
 from torch_remat.compile.traced import traced_checkpoint
 from torch_remat.errors import InvalidTypeError, InvalidValueError, UnsupportedError, display_name
 from torch_remat.runtime import events
@@ -53,17 +53,21 @@ _sequence_nr = getattr(torch._C._autograd, "_get_sequence_nr", None)
 class _Options:
     """What ``checkpoint(...)`` was given, validated."""
 
-    __slots__ = ("bitwise", "check", "hooks", "name", "pair", "reruns")
+    __slots__ = ("bitwise", "check", "hooks", "named", "pair", "reruns")
 
     def __init__(
-        self, name: str | None, check: str, pair: HookPair | None, hooks: tuple[RecomputeStateHook, ...], reruns: bool
+        self, named: Named, check: str, pair: HookPair | None, hooks: tuple[RecomputeStateHook, ...], reruns: bool
     ) -> None:
-        self.name = name
+        self.named = named
         self.check = check != "none"
         self.bitwise = check == "bitwise"
         self.pair = pair
         self.hooks = hooks
         self.reruns = reruns
+
+    @property
+    def name(self) -> str | None:
+        return self.named[1]
 
 
 def checkpoint(
@@ -119,14 +123,8 @@ def checkpoint(
             f"checkpoint() takes 0 positional arguments, its options are keywords; got {type(args[0]).__name__}. "
             f'To fix: checkpoint(region_name="...")(fn)(*args), or @checkpoint() with parentheses.'
         )
-    if tracing():
-        region_name = unguarded("region_name") or region_name
-    if region_name is not None and not isinstance(region_name, str):
-        raise InvalidTypeError(f"checkpoint expects region_name to be a str or None, got {region_name!r}.")
-    if region_name == "":
-        raise InvalidValueError(
-            "checkpoint expects region_name to be non-empty. To fix: name the block, or leave region_name out."
-        )
+    if not (tracing() and unguarded("region_name")):
+        _check_name(region_name)
     if determinism_check not in _CHECKS:
         raise InvalidValueError(f"determinism_check should be one of {_CHECKS}, got {determinism_check!r}.")
     if on_missing not in _ON_MISSING:
@@ -139,13 +137,22 @@ def checkpoint(
             "numbers in recomputed code."
         )
     options = _Options(
-        region_name,
+        (UNREAD, region_name),
         determinism_check,
         _checked_pair(saved_tensors_hooks),
         _checked_hooks(recompute_state_hooks),
         on_missing == "rerun",
     )
     return functools.partial(_wrap, options)
+
+
+def _check_name(region_name: Any) -> None:
+    if region_name is not None and not isinstance(region_name, str):
+        raise InvalidTypeError(f"checkpoint expects region_name to be a str or None, got {region_name!r}.")
+    if region_name == "":
+        raise InvalidValueError(
+            "checkpoint expects region_name to be non-empty. To fix: name the block, or leave region_name out."
+        )
 
 
 def _wrap(options: _Options, function: Callable[P, R], /, *args: Any, **kwargs: Any) -> Checkpointed[P, R]:

@@ -21,7 +21,6 @@ from typing import Any
 from torch import nn
 
 from torch_remat.checkpoint import checkpoint
-from torch_remat.compile.trace import unguarded
 from torch_remat.compile.traced import traced_region
 from torch_remat.errors import UsageError
 from torch_remat.region import region
@@ -113,8 +112,7 @@ class RegionCall(_Attached):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module as a region."""
         if tracing():
-            name = unguarded("self", "name") or self.name
-            return traced_region(self._function(), name, self.recompute, args, kwargs, counted=True)
+            return traced_region(self._function(), self.name, self.recompute, args, kwargs, counted=True)
         name = self.name
         frame = current_frame.get()
         if frame is not None and not frame.inert:
@@ -145,8 +143,7 @@ class CheckpointForward(_Attached):
         """Run ``forward`` of the module as a checkpoint."""
         if tracing():
             hooks = self._state_hooks()  # not those of eager calls: some have nothing to do in a graph
-            name = unguarded("self", "name") or self.name
-            checkpointed = checkpoint(region_name=name, recompute_state_hooks=hooks, **self.options)
+            checkpointed = checkpoint(region_name=self.name, recompute_state_hooks=hooks, **self.options)
             return checkpointed(self._function())(*args, **kwargs)
         body = functools.partial(_body, self._function(), self.policy)
         hooks = self._hooks

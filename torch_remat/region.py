@@ -8,7 +8,7 @@ from typing import Any, Generic, ParamSpec, TypeVar
 
 from torch import Tensor
 
-from torch_remat.compile.trace import enter_scope, leave_scope, unguarded
+from torch_remat.compile.trace import UNREAD, Named, enter_scope, leave_scope, unguarded
 from torch_remat.compile.traced import traced_declaration, traced_region
 from torch_remat.errors import InvalidTypeError, InvalidValueError, UsageError
 from torch_remat.runtime.dynamo import tracing
@@ -23,29 +23,28 @@ R = TypeVar("R")
 class Region(Generic[P, R]):
     """A callable that runs its function as a region of the checkpoint around it. Made by :func:`region`."""
 
-    def __init__(self, function: Callable[P, R], name: str, recompute: bool) -> None:
+    def __init__(self, function: Callable[P, R], named: Named, recompute: bool) -> None:
         self.__wrapped__ = function
-        self._name = name
+        self._named = named
         self._recompute = recompute
 
     def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> R:
         """Run the function as a region."""
         if tracing():
-            name = unguarded("self", "_name") or self._name
-            return traced_region(self.__wrapped__, name, self._recompute, args, kwargs)
+            return traced_region(self.__wrapped__, self._named[1], self._recompute, args, kwargs)
         frame = current_frame.get()
         if frame is None or frame.inert:
             return self.__wrapped__(*args, **kwargs)
-        return frame.call_region(self.__wrapped__, self._name, self._recompute, args, kwargs)
+        return frame.call_region(self.__wrapped__, self._named[1], self._recompute, args, kwargs)
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         if instance is None:
             return self
         # type: ignore[attr-defined]
-        return Region(self.__wrapped__.__get__(instance, owner), self._name, self._recompute)
+        return Region(self.__wrapped__.__get__(instance, owner), self._named, self._recompute)
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("__wrapped__", "_name", "_recompute"):
+        if name in ("__wrapped__", "_named", "_recompute"):
             raise AttributeError(name)  # not set yet: being copied or unpickled
         return getattr(self.__wrapped__, name)
 
@@ -54,7 +53,7 @@ class Region(Generic[P, R]):
         return self.__wrapped__.__doc__
 
     def __repr__(self) -> str:
-        return f"<region {self._name} ({'recompute' if self._recompute else 'save'}) of {self.__wrapped__!r}>"
+        return f"<region {self._named[1]} ({'recompute' if self._recompute else 'save'}) of {self.__wrapped__!r}>"
 
 
 def region(function: Callable[P, R], name: str, *, recompute: bool) -> Region[P, R]:
@@ -80,17 +79,20 @@ def region(function: Callable[P, R], name: str, *, recompute: bool) -> Region[P,
     """
     if not tracing() and not callable(function):  # Dynamo cannot tell, of SomeFunction.apply for one
         raise UsageError(f"region expects a function as its first argument, got {type(function).__name__}.")
-    if tracing():
-        name = unguarded("name") or name
+    if not (tracing() and unguarded("name")):
+        _check_name(name)
+    if recompute is not True and recompute is not False:
+        raise UsageError(f"region expects recompute to be a bool, got {recompute!r} for region {name}.")
+    return Region(function, (UNREAD, name), recompute)
+
+
+def _check_name(name: Any) -> None:
     if not name:
         raise InvalidValueError(
             "a region name must be non-empty. To fix: name the call, for example by its module path."
         )
     if not isinstance(name, str):
         raise InvalidTypeError(f"region expects name to be a str, got {name!r}.")
-    if recompute is not True and recompute is not False:
-        raise UsageError(f"region expects recompute to be a bool, got {recompute!r} for region {name}.")
-    return Region(function, name, recompute)
 
 
 class name_scope:  # noqa: N801 - used like a function

@@ -111,8 +111,9 @@ def _options(section: Any) -> RematOptions:
     if not hasattr(section, "save_regions"):
         raise ValueError(
             "activation_checkpoint.mode is remat, and this job's configuration has no options of torch_remat.\n"
-            'To fix: [job] custom_config_module = "torch_remat_titan.job_config"; a job with a config module of its own '
-            "gives its JobConfig the field activation_checkpoint, a torch_remat_titan.job_config.ActivationCheckpoint."
+            'To fix: [job] custom_config_module = "torch_remat_titan.job_config"; a job with a config module of its '
+            "own gives its JobConfig the field activation_checkpoint, a "
+            "torch_remat_titan.job_config.ActivationCheckpoint."
         )
     return RematOptions.collect(section)
 

@@ -97,6 +97,25 @@ def test_kept_is_what_the_backward_graph_gets(graphs: Graphs, x: Tensor) -> None
     assert kept == one.regions[0].kept_bytes + sum(row.bytes for row in one.inputs)
 
 
+def test_p3_views_of_leaves_cost_nothing(x: Tensor) -> None:
+    """The transposed weight that a product's backward reads is a view of what the caller has."""
+
+    def body(t: Tensor, weight: Tensor) -> Tensor:
+        return remat.region(torch.matmul, "product", recompute=False)(t.sin(), weight).cos()
+
+    def step(t: Tensor, weight: Tensor) -> Tensor:
+        return remat.checkpoint(region_name="b")(body)(t, weight)
+
+    weight = torch.ones(6, 3, dtype=torch.float64, requires_grad=True)
+    eager = remat.explain(step, x, weight)
+    compiled = remat.explain(torch.compile(step, fullgraph=True), x, weight)
+    assert compiled.kept_bytes == eager.kept_bytes == x.shape[0] * 3 * 8
+    (view,) = [row for row in compiled.checkpoints[0].regions[0].kept if not row.bytes]
+    assert "a view of a leaf" in view.why
+    inner = remat.explain(torch.compile(lambda t, w: step(t, w * 2), fullgraph=True), x, weight)
+    assert inner.kept_bytes == x.shape[0] * 3 * 8 + weight.nbytes, "what the graph makes is not the caller's"
+
+
 class Block(torch.nn.Module):
     """A checkpoint of its own."""
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable
-from contextvars import ContextVar
 from types import FrameType
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -21,7 +20,9 @@ from torch_remat.runtime.frame import current_frame, duplicate_message, qualifie
 __all__ = [
     "INERT",
     "NOWHERE",
+    "Named",
     "RECOMPUTED",
+    "UNREAD",
     "UNKNOWN",
     "around",
     "begin",
@@ -37,15 +38,23 @@ __all__ = [
     "numbered",
     "one_graph",
     "scoped",
-    "tries_again",
     "unguarded",
     "while_tracing",
 ]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-tries_again: ContextVar[bool] = ContextVar("torch_remat_tries_again", default=False)
-"""Whether a graph that breaks is an error only for whoever calls, who then compiles it as one that may."""
+
+class _Unread:
+    """Nothing that Dynamo takes for a constant."""
+
+
+UNREAD = _Unread()
+Named = tuple[_Unread, Any]
+"""``(UNREAD, name)``: Dynamo leaves the name unread until somebody asks for it.
+
+A string in an attribute, or a list or tuple of strings, it reads when it meets it, and the graph depends on it.
+"""
 
 # What code that is traced stands in, as far as the graph is concerned.
 NOWHERE = "nowhere"  # in no checkpoint
@@ -111,22 +120,17 @@ def _qualified(name: str) -> str:
 
 
 @while_tracing
-def unguarded(variable: str, attribute: str | None = None) -> str | None:
-    """The string in a variable of the traced function that calls this, or in an attribute of it; None for others.
+def unguarded(variable: str) -> str | None:
+    """The string in a variable of the traced function that calls this; None for anything else.
 
     Dynamo does not learn that the graph depends on it. Blocks that differ by name only share what is compiled, which
-    carries the names of the first one. Only with ``fullgraph=True``, where no name is given to anything that runs.
+    carries the names of the first one. So such a string may go into marks of the graph and into what is known while
+    tracing, and nowhere else: what runs where a graph breaks gets the variable, which is read when it runs.
     """
-    if not _one_graph():
-        return None
     try:
         value = _caller().symbolic_locals[variable]
         value = value.unwrap() if hasattr(type(value), "unwrap") else value
-        if attribute is None:
-            found = value.peek_value() if hasattr(type(value), "peek_value") else value.as_python_constant()
-        else:
-            held = value.peek_value() if hasattr(type(value), "peek_value") else value.value
-            found = getattr(held, attribute, None)
+        found = value.peek_value() if hasattr(type(value), "peek_value") else value.as_python_constant()
     except Exception:  # noqa: BLE001 - whatever a build of torch says there: Dynamo reads the variable itself
         return None
     return found if type(found) is str else None
@@ -264,22 +268,16 @@ def _one_graph() -> bool:
     return bool(getattr(translator, "one_graph", False) or getattr(translator, "error_on_graph_break", False))
 
 
-def _must_stay() -> bool:
-    translator = _translator()
-    asked = getattr(translator, "error_on_graph_break", False) and not tries_again.get()
-    return bool(getattr(translator, "one_graph", False) or asked)
-
-
 @while_tracing
 def one_graph() -> bool:
     """Whether the user asked for one graph (``fullgraph=True``): then nothing may leave it."""
-    return _must_stay()
+    return _one_graph()
 
 
 @while_tracing
 def cannot_break(name: str) -> bool:
     """Whether a SAVE region must stay in a compiled part of an eager checkpoint, which recomputes it; warns if so."""
-    if not _must_stay():
+    if not _one_graph():
         return False
     frame = current_frame.get()
     where = display_name(None if frame is None else frame.tape.name, _qualified(name))

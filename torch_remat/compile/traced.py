@@ -26,7 +26,8 @@ __all__ = ["traced_checkpoint", "traced_declaration", "traced_region"]
 def traced_checkpoint(call: Any, options: Any, function: Any, args: Any, kwargs: Any) -> Any:
     """A call of a checkpoint in code that is traced; ``call`` is what runs one eagerly."""
     where = trace.around()
-    name = trace.unguarded("options", "name") or options.name
+    given = options.named[1]
+    name = trace.unguarded("given") or given
     if where in (trace.NOWHERE, trace.UNKNOWN) and _in_eager_checkpoint():
         inline = trace.one_graph()
         return function(*args, **kwargs) if inline else _joins_eagerly(call, options, function, args, kwargs)
@@ -65,27 +66,28 @@ def traced_checkpoint(call: Any, options: Any, function: Any, args: Any, kwargs:
 def traced_region(function: Any, name: str, recompute: bool, args: Any, kwargs: Any, *, counted: bool = False) -> Any:
     """A call of a region in code that is traced; ``counted`` names are told apart where a body has them again."""
     where = trace.around()
+    known = trace.unguarded("name") or name
     if where in (trace.NOWHERE, trace.UNKNOWN):
         if not _in_eager_checkpoint():
             return function(*args, **kwargs)
-        problem = None if counted else trace.claim_beside(name)
+        problem = None if counted else trace.claim_beside(known)
         if problem is not None:
             raise DuplicateNameError(problem)
-        if recompute or trace.cannot_break(name):
+        if recompute or trace.cannot_break(known):
             return function(*args, **kwargs)
         return _leaves_the_graph(function, name, counted, args, kwargs)
     if where == trace.INERT:
         return function(*args, **kwargs)
     if counted:
-        name = trace.free_name(name)
-    problem = trace.claim(name)
+        known = trace.free_name(known)
+    problem = trace.claim(known)
     if problem is not None:
         raise DuplicateNameError(problem)
-    scoped_name = trace.scoped(name)
+    scoped_name = trace.scoped(known)
     if recompute:
         with traceback.annotate({REGION_MARK: scoped_name}):
             return function(*args, **kwargs)
-    full_name = trace.enter_save(name)
+    full_name = trace.enter_save(known)
     try:
         with traceback.annotate({REGION_MARK: scoped_name, SAVE_MARK: full_name}):
             return function(*args, **kwargs)

@@ -13,13 +13,12 @@ import contextlib
 import re
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from torch_remat.compile.marks import CHECKPOINT_MARK, REGION_MARK, SAVE_MARK, is_view
-from torch_remat.compile.trace import tries_again
 from torch_remat.diagnostics.describing import Bill
 from torch_remat.diagnostics.explanation import (
     CheckpointExplanation,
@@ -27,6 +26,7 @@ from torch_remat.diagnostics.explanation import (
     RegionExplanation,
     ReplayExplanation,
 )
+from torch_remat.runtime.tensors import storages_of
 
 __all__ = ["WatchedGraphs"]
 
@@ -43,25 +43,19 @@ class WatchedGraphs:
         self.outside: list[ExplainedTensor] = []
 
     @contextlib.contextmanager
-    def watching(self, *, may_break: bool) -> Iterator[None]:
-        """Compile what is compiled here, or was compiled before, so that it can be watched.
-
-        Where no graph may break, blocks that differ by name only share what is compiled, as with ``fullgraph=True``.
-        """
+    def watching(self) -> Iterator[None]:
+        """Compile what is compiled here, or was compiled before, so that it can be watched."""
         token = _watching.set(self)
-        again = tries_again.set(not may_break)
-        breaks = contextlib.nullcontext() if may_break else torch._dynamo.error_on_graph_break(True)
         try:
-            with torch.compiler.set_stance("default", force_backend=_backend), breaks:
+            with torch.compiler.set_stance("default", force_backend=_backend):
                 yield
         finally:
-            tries_again.reset(again)
             _watching.reset(token)
 
-    def note(self, graphs: _Graphs, results: Any) -> None:
+    def note(self, graphs: _Graphs, arguments: Any, results: Any) -> None:
         """A forward graph has run."""
         if graphs.checkpoints:
-            explained, outside = graphs.explain(results, self._total)
+            explained, outside = graphs.explain(arguments, results, self._total)
             self._found.extend(explained)
             self.outside.extend(outside)
 
@@ -100,7 +94,7 @@ def _explaining(forward: torch.fx.GraphModule, backward: torch.fx.GraphModule) -
         results = forward(*arguments)
         watching = _watching.get()
         if watching is not None:
-            watching.note(graphs, results)
+            watching.note(graphs, arguments, results)
         return results
 
     return _boxed(run)
@@ -134,6 +128,15 @@ def _boxed(function: Callable[..., Any]) -> Callable[[list[Any]], Any]:
     return run
 
 
+class _Kept(NamedTuple):
+    """What the forward graph hands to the backward graph."""
+
+    node: torch.fx.Node
+    value: Tensor
+    is_input: bool  # of a checkpoint
+    held: bool  # in memory of a leaf that the graph is called with: the caller has it
+
+
 class _Graphs:
     """A forward and a backward graph."""
 
@@ -153,9 +156,13 @@ class _Graphs:
         ]
         self.checkpoints = list(dict.fromkeys(filter(None, map(_checkpoint, self._nodes.values()))))
 
-    def explain(self, results: Any, total: Bill) -> tuple[list[CheckpointExplanation], list[ExplainedTensor]]:
+    def explain(
+        self, arguments: Any, results: Any, total: Bill
+    ) -> tuple[list[CheckpointExplanation], list[ExplainedTensor]]:
         """The checkpoints of the graph, and what it keeps outside of them."""
-        kept: dict[str | None, list[tuple[torch.fx.Node, Tensor, bool]]] = {name: [] for name in self.checkpoints}
+        leaves = [one for one in arguments if isinstance(one, Tensor) and one.grad_fn is None]
+        held = {storage._cdata for leaf in leaves for storage in storages_of(leaf)}
+        kept: dict[str | None, list[_Kept]] = {name: [] for name in self.checkpoints}
         kept[None] = []
         seen: set[str] = set()
         for position, node in self._kept:
@@ -163,10 +170,11 @@ class _Graphs:
             if isinstance(value, Tensor) and not isinstance(value, torch.nn.Parameter) and node.name not in seen:
                 seen.add(node.name)
                 owner, is_input = self._owner(node)
-                kept[owner].append((node, value, is_input))
+                free = all(storage._cdata in held for storage in storages_of(value))
+                kept[owner].append(_Kept(node, value, is_input, free))
         explained = [self._checkpoint(name, kept[name], total) for name in self.checkpoints]
         bill = Bill()
-        return explained, [_row(node, value, bill, total) for node, value, _ in kept[None]]
+        return explained, [_row(one, bill, total) for one in kept[None]]
 
     def _owner(self, node: torch.fx.Node) -> tuple[str | None, bool]:
         """The checkpoint that keeps what ``node`` made, and whether as an input."""
@@ -179,11 +187,9 @@ class _Graphs:
                 return reader, True
         return made_in, False
 
-    def _checkpoint(
-        self, mark: str, kept: list[tuple[torch.fx.Node, Tensor, bool]], total: Bill
-    ) -> CheckpointExplanation:
+    def _checkpoint(self, mark: str, kept: list[_Kept], total: Bill) -> CheckpointExplanation:
         bill = Bill()
-        inputs = tuple(_row(node, value, bill, total) for node, value, is_input in kept if is_input)
+        inputs = tuple(_row(one, bill, total) for one in kept if one.is_input)
         made = [node for node in self._nodes.values() if _checkpoint(node) == mark]
         names = list(dict.fromkeys(filter(None, map(_region, made))))
         saved = {_region(node) for node in made if SAVE_MARK in _marks(node)}
@@ -191,11 +197,7 @@ class _Graphs:
         regions = []
         for name in (*names, None):
             before = bill.total
-            rows = tuple(
-                _row(node, value, bill, total)
-                for node, value, is_input in kept
-                if not is_input and _region(node) == name
-            )
+            rows = tuple(_row(one, bill, total) for one in kept if not one.is_input and _region(one.node) == name)
             rebuilt = tuple(_rebuilt_row(node) for node in again if _region(node) == name)
             policy = "bare" if name is None else "save" if name in saved else "recompute"
             regions.append(RegionExplanation(name, policy, rows, rebuilt, (), bill.total - before))
@@ -241,14 +243,15 @@ def _line(node: torch.fx.Node) -> str:
     return "an unknown line"
 
 
-def _row(node: torch.fx.Node, value: Tensor, bill: Bill, total: Bill) -> ExplainedTensor:
+def _row(kept: _Kept, bill: Bill, total: Bill) -> ExplainedTensor:
+    node, value = kept.node, kept.value
     meta = tuple(value.shape), str(value.dtype).removeprefix("torch.")
     what = _operation(node)
-    if node.op == "placeholder" and value.grad_fn is None:  # the caller has it
-        return ExplainedTensor(what, *meta, 0, f"read by the backward graph; {_HELD}")
+    why = "read by the backward graph" if node.op == "placeholder" else f"made by code at {_line(node)}"
+    if kept.held:
+        return ExplainedTensor(what, *meta, 0, f"{why}; {'' if node.op == 'placeholder' else 'a view of '}{_HELD}")
     total.add(value, what)
     new, shared = bill.add(value, what)
-    why = "read by the backward graph" if node.op == "placeholder" else f"made by code at {_line(node)}"
     if shared is not None and not new:
         why += f"; in memory of {shared}"
     return ExplainedTensor(what, *meta, new, why)

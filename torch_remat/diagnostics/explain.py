@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Callable
 from typing import Any, ParamSpec
-
-import torch
 
 from torch_remat.checkpoint import Checkpointed, checkpoint
 from torch_remat.diagnostics.compiled import WatchedGraphs
 from torch_remat.diagnostics.describing import Bill, Describer
 from torch_remat.diagnostics.explanation import CheckpointExplanation, Explanation
+from torch_remat.diagnostics.roots import may_compile
 from torch_remat.diagnostics.watching import Generators, RunsCheckpoints, Watching, WatchingRoot
 from torch_remat.errors import InvalidTypeError, UsageError
 from torch_remat.runtime.forward import ForwardFrame
@@ -64,8 +62,8 @@ def explain(function: Callable[P, Any], /, *args: P.args, **kwargs: P.kwargs) ->
     try:
         if isinstance(function, Checkpointed):
             return _explained(function, args, kwargs, generators)
-        if _may_compile(function):
-            explanation = _with_graphs(function, args, kwargs, generators)
+        if may_compile(function):
+            explanation = _explained(function, args, kwargs, generators, graphs=True)
             if explanation.checkpoints:
                 return explanation
             generators.put_back()
@@ -79,27 +77,6 @@ def explain(function: Callable[P, Any], /, *args: P.args, **kwargs: P.kwargs) ->
         generators.put_back()
 
 
-def _may_compile(function: Any) -> bool:
-    """Whether something may be compiled in there: anything has been given to ``torch.compile`` in this process.
-
-    That Dynamo is imported says nothing: every dispatch mode does that, those of observed checkpoints, too.
-    """
-    frames = sys.modules.get("torch._dynamo.eval_frame")
-    if frames is None:
-        return False
-    backends = getattr(frames, "cached_backends", {None: True})  # of compiled functions, and None as soon as imported
-    return hasattr(function, "_torchdynamo_orig_callable") or any(one is not None for one in backends.values())
-
-
-def _with_graphs(function: Any, args: Any, kwargs: Any, generators: Generators) -> Explanation:
-    """Explain a function that may be compiled: it tells only when it runs whether there are checkpoints in it."""
-    try:
-        return _explained(function, args, kwargs, generators, graphs=True)
-    except torch._dynamo.exc.Unsupported:
-        generators.put_back()
-    return _explained(function, args, kwargs, generators, graphs=True, may_break=True)
-
-
 def _explained(
     function: Any,
     args: Any,
@@ -108,7 +85,6 @@ def _explained(
     *,
     body: bool = False,
     graphs: bool = False,
-    may_break: bool = False,
 ) -> Explanation:
     found: list[CheckpointExplanation] = []
     bill = Bill()
@@ -117,7 +93,7 @@ def _explained(
     def describe(frame: ForwardFrame, observer: Watching, plan: Plan) -> None:
         found.append(Describer(frame, observer, plan, bill).checkpoint())
 
-    with watched.watching(may_break=may_break) if graphs else contextlib.nullcontext():
+    with watched.watching() if graphs else contextlib.nullcontext():
         WatchingRoot(generators, describe, takes_checkpoints=not body).run(function, args, kwargs)
     outside = tuple(watched.outside)
     return Explanation(tuple(found), bill.total - sum(row.bytes for row in outside), outside)

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch_remat.diagnostics.graph import nodes_of
 from torch_remat.diagnostics.memory import kept_bytes_by_span
 from torch_remat.diagnostics.price_table import PriceList, RegionPrice
-from torch_remat.diagnostics.roots import Root, as_body, check_call
+from torch_remat.diagnostics.roots import Root, as_body, check_call, in_eager_code
 from torch_remat.errors import RematError, display_name
 from torch_remat.runtime.dynamo import eager_only
 from torch_remat.runtime.forward import ForwardFrame
@@ -68,6 +68,8 @@ def profile_regions(function: Callable[P, Any], /, *args: P.args, **kwargs: P.kw
     Returns:
         One :class:`RegionPrice` for each region call of each checkpoint, in the order of forward.
 
+    Prices are those of eager code: what is compiled runs as if it were not. :func:`explain` says what graphs keep.
+
     The function runs once per region name and a few times more, with the memory of no checkpointing; side effects and
     collectives happen each time, and random generators move on. On a terminal a progress bar shows when it takes long.
     No gradient changes and nothing is kept alive.
@@ -77,6 +79,11 @@ def profile_regions(function: Callable[P, Any], /, *args: P.args, **kwargs: P.kw
         TypeError: ``function`` is not callable.
     """
     check_call(function, "profile_regions")
+    with in_eager_code():
+        return _prices(function, args, kwargs)
+
+
+def _prices(function: Any, args: Any, kwargs: Any) -> PriceList:
     counted = _Run(frozenset(), observed=False)
     counted.count(function, args, kwargs)
     if not counted.ran:

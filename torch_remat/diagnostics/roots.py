@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +16,7 @@ from torch_remat.runtime.frame import Frame, current_frame, scopes
 from torch_remat.runtime.tape import Tape
 from torch_remat.runtime.tree import flatten
 
-__all__ = ["Root", "as_body", "check_call"]
+__all__ = ["Root", "as_body", "check_call", "in_eager_code", "may_compile"]
 
 
 class Root(Frame):
@@ -67,6 +69,25 @@ def check_call(function: Any, caller: str) -> None:
 def as_body(function: Callable[..., Any]) -> Callable[..., Any]:
     """A checkpoint of a function that runs none of its own."""
     return checkpoint(region_name=getattr(function, "__qualname__", type(function).__qualname__))(function)
+
+
+def may_compile(function: Any) -> bool:
+    """Whether something may be compiled in there: anything has been given to ``torch.compile`` in this process.
+
+    That Dynamo is imported says nothing: every dispatch mode does that, those of observed checkpoints, too.
+    """
+    frames = sys.modules.get("torch._dynamo.eval_frame")
+    if frames is None:
+        return False
+    backends = getattr(frames, "cached_backends", {None: True})  # of compiled functions, and None as soon as imported
+    return hasattr(function, "_torchdynamo_orig_callable") or any(one is not None for one in backends.values())
+
+
+def in_eager_code() -> contextlib.AbstractContextManager[Any]:
+    """Under it, what is compiled runs as if it were not."""
+    if "torch._dynamo.eval_frame" not in sys.modules:
+        return contextlib.nullcontext()
+    return torch.compiler.set_stance("force_eager")
 
 
 def _nothing() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ParamSpec
 
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from torch_remat.diagnostics.graph import nodes_of
 from torch_remat.diagnostics.report import Report, count_of
-from torch_remat.diagnostics.roots import Root, as_body, check_call
+from torch_remat.diagnostics.roots import Root, as_body, check_call, in_eager_code, may_compile
 from torch_remat.errors import ValuesDriftError, display_name
 from torch_remat.runtime.bitwise import BitwiseCheck, Difference, drift_message
 from torch_remat.runtime.forward import ForwardFrame
@@ -71,7 +72,8 @@ def verify_replay(function: Callable[P, Any], /, *args: P.args, **kwargs: P.kwar
 
     Args:
         function: a checkpointed function; one that runs checkpoints (a whole model); or one that runs none, which then
-            runs once more, as the body of a checkpoint.
+            runs once more, as the body of a checkpoint. Checkpoints that are part of a graph of ``torch.compile`` have
+            no replay: where there are some, all of the function is run and compared as eager code, in a further run.
         *args: what it is called with. Something must require a gradient, as in training.
         **kwargs: the same.
 
@@ -90,11 +92,18 @@ def verify_replay(function: Callable[P, Any], /, *args: P.args, **kwargs: P.kwar
     check_call(function, "verify_replay")
     root = _Root()
     outputs = root.run(function, args, kwargs)
+    setting: AbstractContextManager[Any] = nullcontext()
+    if may_compile(function):
+        eager = _Root()
+        with in_eager_code():
+            eager_outputs = eager.run(function, args, kwargs)
+        if len(eager.tapes) > len(root.tapes):  # some are part of graphs, which have no replay
+            root, outputs, setting = eager, eager_outputs, in_eager_code()
     if not root.tapes:
         outputs = root.run(as_body(function), args, kwargs)
-    report = ReplayReport(
-        tuple(reversed([_compared(tape(), check, name, outputs) for tape, check, name in root.last()]))
-    )
+    with setting:
+        compared = [_compared(tape(), check, name, outputs) for tape, check, name in root.last()]
+    report = ReplayReport(tuple(reversed(compared)))
     if report.differences:
         count = len(report.differences)
         error = ValuesDriftError(drift_message(report.differences[0], count, report.compared))
