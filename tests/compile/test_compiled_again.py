@@ -10,6 +10,7 @@ import torch
 from helpers.compare import compare
 from helpers.compiled import Graphs, Ready
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
 import torch_remat as remat
@@ -116,6 +117,56 @@ class TestFunctionModes:
         call = torch.compile(lambda t: remat.checkpoint()(torch.sin)(t), backend="aot_eager", fullgraph=True)
         with Doubled(), pytest.raises(RuntimeError, match="inside a torch function mode"):
             call(x)
+
+
+def _one_region(t: Tensor, scale: float) -> Tensor:
+    return remat.region(torch.exp, "e", recompute=False)(t.sin()) * scale
+
+
+def _read_twice(t: Tensor, scale: float) -> Tensor:
+    return _one_region(t, scale).tanh() * scale
+
+
+def _two_regions(t: Tensor, scale: float) -> Tensor:
+    return remat.region(torch.exp, "second", recompute=False)(_read_twice(t, scale)) * scale
+
+
+def _read_from_a_tensor(t: Tensor, scale: float) -> Tensor:
+    return _one_region(t, torch.tensor(scale).item())
+
+
+class TestNumbersThatChange:
+    """Dynamo compiles again where it sees that a number changes, and the new code saves and reads more than the old."""
+
+    @pytest.mark.parametrize("body", [_one_region, _read_twice, _two_regions, _read_from_a_tensor])
+    @pytest.mark.parametrize("lengths", [(4, 4, 4, 4), (4, 4, 6, 6, 7, 7), (4, 6, 4, 6)], ids=str)
+    def test_p1_next_to_the_output_of_a_save_region(
+        self, graphs: Graphs, body: Callable[[Tensor, float], Tensor], lengths: tuple[int, ...]
+    ) -> None:
+        """No plan knows what code needs that is compiled in this very call: it gets what forward had."""
+        call = remat.checkpoint(region_name="b")(graphs.compile(body, fullgraph=False))
+        for step, length in enumerate(lengths):
+            x = torch.linspace(0, 1, length, dtype=torch.float64).requires_grad_()
+            (got,) = torch.autograd.grad(call(x, step + 0.5).sum(), x)
+            (expected,) = torch.autograd.grad(body(x, step + 0.5).sum(), x)
+            assert torch.equal(got, expected)
+
+    def test_p3_what_the_code_does_not_need_is_dropped_after_forward(self, graphs: Graphs, x: Tensor) -> None:
+        made: list[StorageWeakRef] = []
+
+        def saved(t: Tensor) -> Tensor:
+            result = t + 1
+            made.append(StorageWeakRef(result.untyped_storage()))
+            return result
+
+        def body(t: Tensor) -> Tensor:
+            return remat.region(torch._dynamo.disable(saved), "r", recompute=False)(t.sin()) * 2
+
+        call = remat.checkpoint(region_name="b")(graphs.compile(body, fullgraph=False))
+        for _ in range(3):
+            out = call(x)
+            assert made.pop().expired()
+            out.sum().backward()
 
     def test_p1_a_number_that_changes_and_a_length_that_is_new(self, graphs: Graphs) -> None:
         """Of the number the compiled function makes a tensor of its own, in each pass another."""

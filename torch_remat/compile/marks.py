@@ -17,6 +17,7 @@ from torch.fx.experimental import proxy_tensor
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from torch_remat.runtime.generators import GeneratorHook
+from torch_remat.runtime.tensors import tensors_in
 
 __all__ = ["CHECKPOINT_MARK", "REGION_MARK", "SAVE_MARK", "contexts", "is_view"]
 
@@ -129,18 +130,24 @@ class _ChangedInputs:
     def _nodes() -> Any:
         """The nodes of the graph, last first."""
         mode = proxy_tensor.get_proxy_mode()
-        return iter(()) if mode is None else reversed(mode.tracer.graph.nodes)
+        return iter(() if mode is None else reversed(mode.tracer.graph.nodes))
 
     def are_read(self, operation: Any, args: Any, kwargs: Any) -> bool:
-        """Whether what ``operation`` has added to the graph reads one."""
+        """Whether ``operation`` reads one."""
         if not self._inputs:
             return False
         new = list(itertools.takewhile(lambda node: node is not self._last, self._nodes()))
         self._last = next(self._nodes(), None)
+        if is_view(operation):
+            return False
         if "batch_norm" in str(operation) and _trains(operation, args, kwargs):
             return False  # it only writes the running statistics
-        computing = [node for node in new if node.op == "call_function" and not _views(node)]
-        return any(_viewed(one).name in self._inputs for node in computing for one in node.all_input_nodes)
+        read = [node for node in map(_node_of, tensors_in((args, kwargs))) if node is not None]
+        if getattr(getattr(operation, "_schema", None), "is_mutable", True):
+            # Torch 2.12 and later ask when the operation is in the graph: what it changed is known by its new value.
+            computing = [node for node in new if node.op == "call_function" and not _views(node)]
+            read += [one for node in computing for one in node.all_input_nodes]
+        return any(_viewed(node).name in self._inputs for node in read)
 
 
 def _viewed(node: torch.fx.Node) -> torch.fx.Node:

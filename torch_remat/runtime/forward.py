@@ -23,7 +23,7 @@ from torch import Tensor
 
 from torch_remat.errors import ModifiedError, display_name
 from torch_remat.runtime import events, externals
-from torch_remat.runtime.compiled_code import compiles, what_saves
+from torch_remat.runtime.compiled_code import compiles, is_compiled, what_calls
 from torch_remat.runtime.dynamo import eager_only, live
 from torch_remat.runtime.frame import Frame, current_frame, scopes
 from torch_remat.runtime.hooks import (
@@ -116,6 +116,7 @@ class ForwardFrame(Frame):
             locate(self)
         self.wraps = bool(events.region_called.listeners) or profiling()
         self.codes: list[Any] | None = None
+        self.held: list[Any] = []  # what compiled code gets from SAVE regions, until the path of the call is known
         if tape.check is not None:
             self.hook = tape.check.forward_hook(self)
         if compiles():
@@ -131,7 +132,7 @@ class ForwardFrame(Frame):
             if self.check and len(self.layouts) < len(slots):
                 self.layouts.append(None)
             if self.codes is not None:
-                self.codes.append(what_saves())
+                self.codes.append(what_calls())
             return Kept(tensor, (self.tape.name, None, 0))
         expected = None
         if self.check:
@@ -148,7 +149,7 @@ class ForwardFrame(Frame):
         reference = _reference(slot)
         slots.append(reference)
         if self.codes is not None:
-            self.codes.append(what_saves())
+            self.codes.append(what_calls())
         if self.hooks and not tensor.requires_grad:
             self.loose.append(reference)
         if self.observer is not None:
@@ -281,6 +282,9 @@ class ForwardFrame(Frame):
         leaves = outputs.add_result(result, arguments)
         if self.plans:
             self._narrow(record.given)
+        if self.plans and self.codes is not None and is_compiled(what_calls()):
+            # It may be compiled again in this very call, and save what it did not save before.
+            self.held.append(leaves)
         if observer is not None:
             self._check_gradients(record, arguments, versions, gradients)
             observer.leave_region(record, leaves, arguments)
@@ -390,6 +394,7 @@ class ForwardFrame(Frame):
         for saves in self.open_saves:
             saves.forget()
         self.open_saves = []
+        self.held = []
         self.hook = None
         self.leaves = []
         self.plans = []
