@@ -7,6 +7,7 @@ import itertools
 import operator
 import sys
 import warnings
+from contextvars import ContextVar
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -230,7 +231,9 @@ def _draws(operation: Any, args: Any, kwargs: Any) -> bool:
 
 def _draws_the_same_again(operation: Any) -> bool:
     """Whether the compiler breaks the operation down to a seed that it keeps, as Inductor does."""
-    table = getattr(proxy_tensor, "CURRENT_DECOMPOSITION_TABLE", {})
+    table: Any = getattr(proxy_tensor, "CURRENT_DECOMPOSITION_TABLE", {})
+    if isinstance(table, ContextVar):  # in some builds of torch
+        table = table.get({})
     aten = torch.ops.aten
     return aten.rand_like.default in table and (
         operation in table or operation in (aten.rand.default, aten.randn.default, aten.randint.low)
