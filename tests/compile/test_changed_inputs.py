@@ -107,3 +107,55 @@ class TestChangedInputs:
         assert not {"_native_batch_norm_legit_functional"} & set(graphs.kept)
         assert any("batch_norm" in name for name in graphs.recomputed)
         assert all(size < x.numel() * 8 for size in graphs.kept.values()), graphs.kept
+
+
+def _norm(t: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
+    return F.batch_norm(t, mean, variance, None, None, True, 0.3)
+
+
+def _reads_the_mean(t: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
+    return (_norm(t.sin(), mean, variance) + mean).sin()
+
+
+def _reads_a_view(t: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
+    return (_norm(t.sin(), mean, variance) * variance.view(1, 6)[0:1].expand(6, 6)).sin()
+
+
+def _norms_twice(t: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
+    return _norm(_norm(t.sin(), mean, variance).cos() * mean, mean, variance) * mean
+
+
+def _norm_of_a_changed_bias(t: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
+    h = F.batch_norm(t.sin(), variance, variance.clone(), variance.clone(), mean, True).sin()
+    mean.add_(1)
+    return h
+
+
+class TestRunningStatistics:
+    """What a batch norm in training writes and later code reads: a second run would write it again."""
+
+    @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+    @pytest.mark.parametrize("body", [_reads_the_mean, _reads_a_view, _norms_twice, _norm_of_a_changed_bias])
+    @pytest.mark.parametrize("where", ["in one checkpoint", "in a second checkpoint"])
+    def test_p1_code_reads_what_forward_read(self, x: Tensor, body: Any, where: str, backend: str) -> None:
+        if backend == "inductor" and body is _norm_of_a_changed_bias:
+            pytest.skip("torch computes it from the changed bias, with or without checkpoints")
+
+        def model(t: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
+            h = remat.checkpoint(region_name="b")(body)(t, mean, variance)
+            if where == "in one checkpoint":
+                return h
+            return remat.checkpoint(region_name="c")(lambda u: (u + mean).sin())(h)
+
+        results = []
+        for call in (model, torch.compile(model, backend=backend)):
+            mean, variance = (torch.linspace(low, 2, 6, dtype=torch.float64) for low in (0, 1))
+            t = x[:1].detach() * torch.linspace(1, 3, 6, dtype=torch.float64)[:, None]
+            t.requires_grad_()
+            if call is model:  # eager checkpoints refuse what replay would write twice
+                h = body(t, mean, variance)
+                output = h if where == "in one checkpoint" else (h + mean).sin()
+            else:
+                output = call(t, mean, variance)
+            results.append((output.detach(), *torch.autograd.grad((output * output).sum(), t), mean, variance))
+        torch.testing.assert_close(results[1], results[0])

@@ -7,9 +7,11 @@ import itertools
 import operator
 import sys
 import warnings
+from collections.abc import Iterable, Iterator
 from contextvars import ContextVar
 from types import FrameType, TracebackType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch._subclasses.functional_tensor import FunctionalTensor
@@ -122,10 +124,13 @@ class _ChangedInputs:
             # Before Python 3.13, a look at a frame's locals copies them, and the copy lives as long as the frame.
             # A copy of the caller's would hold tensors for longer.
             if "fw_metadata" in frame.f_code.co_varnames:  # AOTAutograd tells nobody
-                inputs = getattr(frame.f_locals.get("fw_metadata"), "input_info", ())
-                self._inputs = {f"primals_{number}" for number, one in enumerate(inputs, 1) if one.mutates_data}
+                self._inputs = {f"primals_{number + 1}" for number in _changed(frame.f_locals.get("fw_metadata"))}
             frame = frame.f_back
         self._last = next(self._nodes(), None)
+        # What the latest batch norm in training writes, and the nodes of the new values of all norms in the graph.
+        self._written: list[torch.Tensor] = []
+        mode = proxy_tensor.get_proxy_mode()
+        self._statistics: set[str] = set() if mode is None else _statistics.setdefault(mode.tracer.graph, set())
 
     @staticmethod
     def _nodes() -> Any:
@@ -139,16 +144,73 @@ class _ChangedInputs:
             return False
         new = list(itertools.takewhile(lambda node: node is not self._last, self._nodes()))
         self._last = next(self._nodes(), None)
+        statistics = _written_statistics(operation, args, kwargs)
+        named = list(_named(operation, args, kwargs))
+        if statistics:
+            self._written = list(tensors_in(one for name, one in named if name in statistics))
+        # Torch 2.11 asks before the operation is in the graph, so that the new values are known at the next one.
+        written = [node for node in map(_node_of, self._written) if node is not None]
+        self._statistics.update(node.name for node in written if node.op == "call_function")
+        read = _nodes_of(one for name, one in named if name not in statistics)
+        for node in read:
+            if node.name in self._statistics:
+                _keep(node)
         if is_view(operation):
             return False
-        if "batch_norm" in str(operation) and _trains(operation, args, kwargs):
-            return False  # it only writes the running statistics
-        read = [node for node in map(_node_of, tensors_in((args, kwargs))) if node is not None]
-        if getattr(getattr(operation, "_schema", None), "is_mutable", True):
+        if not statistics and getattr(getattr(operation, "_schema", None), "is_mutable", True):
             # Torch 2.12 and later ask when the operation is in the graph: what it changed is known by its new value.
             computing = [node for node in new if node.op == "call_function" and not _views(node)]
-            read += [one for node in computing for one in node.all_input_nodes]
-        return any(_viewed(node).name in self._inputs for node in read)
+            read += [_viewed(one) for node in computing for one in node.all_input_nodes]
+        return any(node.name in self._inputs for node in read)
+
+
+def _changed(metadata: Any) -> Iterator[int]:
+    """The positions, among the inputs of a graph, of those that it changes in place."""
+    inputs = getattr(metadata, "input_info", ())
+    places = getattr(metadata, "subclass_inp_meta", None) or ()
+    for number, one in enumerate(inputs):
+        if not one.mutates_data:
+            continue
+        place = places[number] if len(places) == len(inputs) else number
+        first = getattr(place, "flat_tensor_start_idx", None)
+        if first is not None:  # a subclass, whose inner tensors are inputs
+            yield from range(first, first + place.arg_count)
+        else:
+            found = getattr(place, "unwrapped_idx", place)
+            if isinstance(found, int):
+                yield found
+
+
+def _named(operation: Any, args: Any, kwargs: Any) -> Iterator[tuple[str, Any]]:
+    """The arguments of a call, with their names where they have some."""
+    schema = getattr(operation, "_schema", None)
+    names = [argument.name for argument in schema.arguments] if schema is not None else []
+    yield from itertools.zip_longest(names[: len(args)], args, fillvalue="")
+    yield from kwargs.items()
+
+
+_STATISTICS = ("running_mean", "running_var")
+_statistics: WeakKeyDictionary[torch.fx.Graph, set[str]] = WeakKeyDictionary()
+
+
+def _written_statistics(operation: Any, args: Any, kwargs: Any) -> tuple[str, ...]:
+    """The arguments of a batch norm in training, which it only writes."""
+    is_norm = getattr(operation, "namespace", "") == "aten" and "batch_norm" in str(operation)
+    return _STATISTICS if is_norm and _trains(operation, args, kwargs) else ()
+
+
+def _keep(statistic: torch.fx.Node) -> None:
+    """Keep the new value of a running statistic that is read: a second run would make another one of it."""
+    nodes: list[Any] = [statistic]
+    if statistic.target is operator.getitem:
+        nodes += [statistic.args[0], *statistic.all_input_nodes[0].users]
+    for node in nodes:
+        node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+
+
+def _nodes_of(values: Iterable[Any]) -> list[torch.fx.Node]:
+    """The nodes of the tensors among ``values``, or what these are views of."""
+    return [_viewed(node) for node in map(_node_of, tensors_in(values)) if node is not None]
 
 
 def _viewed(node: torch.fx.Node) -> torch.fx.Node:

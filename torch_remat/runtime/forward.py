@@ -23,7 +23,7 @@ from torch import Tensor
 
 from torch_remat.errors import ModifiedError, display_name
 from torch_remat.runtime import events, externals
-from torch_remat.runtime.compiled_code import compiles, is_compiled, what_calls
+from torch_remat.runtime.compiled_code import compiles, what_calls
 from torch_remat.runtime.dynamo import eager_only, live
 from torch_remat.runtime.frame import Frame, current_frame, scopes
 from torch_remat.runtime.hooks import (
@@ -116,7 +116,7 @@ class ForwardFrame(Frame):
             locate(self)
         self.wraps = bool(events.region_called.listeners) or profiling()
         self.codes: list[Any] | None = None
-        self.held: list[Any] = []  # what compiled code gets from SAVE regions, until the path of the call is known
+        self.held: list[Any] = []  # what compiled code may get from SAVE regions, until the path of the call is known
         if tape.check is not None:
             self.hook = tape.check.forward_hook(self)
         if compiles():
@@ -282,8 +282,8 @@ class ForwardFrame(Frame):
         leaves = outputs.add_result(result, arguments)
         if self.plans:
             self._narrow(record.given)
-        if self.plans and self.codes is not None and is_compiled(what_calls()):
-            # It may be compiled again in this very call, and save what it did not save before.
+        if self.plans and self.known.compiled:
+            # The code that reads them may be compiled again in this very call, and save what it did not save before.
             self.held.append(leaves)
         if observer is not None:
             self._check_gradients(record, arguments, versions, gradients)

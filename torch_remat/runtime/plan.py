@@ -134,6 +134,7 @@ class Known:
     __slots__ = (
         "_taught",
         "clones",
+        "compiled",
         "layouts",
         "outside",
         "plans",
@@ -153,6 +154,7 @@ class Known:
         self.suspect = False  # a generator moved during a replay, perhaps in another thread: watch the next one
         self.stays_observed = 0  # a SAVE region hands on tensors where no plan can name the place: for so many calls
         self.plans: list[Plan] = []
+        self.compiled = False  # recomputed code ran compiled code
         self.under_mode = False  # one of the plans needs a dispatch mode around the body
         self.clones: set[tuple[str, int]] = set()  # (region, leaf) of what is modified in place on some path
         self.rare: dict[str, frozenset[int]] = {}  # region -> leaves, modified in place on a path without a plan

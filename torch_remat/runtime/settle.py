@@ -10,6 +10,7 @@ from torch import Tensor
 from torch_remat.errors import ModifiedError, RandomStateError, display_name
 from torch_remat.runtime import events, externals
 from torch_remat.runtime.captured import captured
+from torch_remat.runtime.compiled_code import is_compiled
 from torch_remat.runtime.generators import random_message
 from torch_remat.runtime.handed_on import HandedOn
 from torch_remat.runtime.observe import output_modified
@@ -105,6 +106,9 @@ def plan_of(frame: ForwardFrame, outputs: list[Any]) -> Plan | None:
     if frame.observer is not None:
         plan = frame.observer.plan(tape.function, outputs, early_stop_allowed())
         frame.known.outside = frame.observer.outside
+        if frame.codes:
+            codes = {id(code): code for code in frame.codes}  # those that Dynamo makes cannot be hashed
+            frame.known.compiled = frame.known.compiled or any(map(is_compiled, codes.values()))
         for record, step in zip(tape.order, plan.steps, strict=True):
             frame.drop_unneeded(record, step)
         readings = frame.observer.graph.readings()
