@@ -22,7 +22,7 @@ from torch import Tensor
 
 from torch_remat.runtime.dynamo import evaluator
 
-__all__ = ["compiles", "globals_of", "is_compiled", "is_same_program", "pinned", "what_calls"]
+__all__ = ["compiles", "globals_of", "is_compiled", "is_same_program", "pinned", "what_saves"]
 
 
 _compiles: list[bool] = []
@@ -49,17 +49,15 @@ _BETWEEN = tuple(
         "/torch/autograd/function.py",
         "/torch/nn/modules/module.py",
         "/torch_remat/runtime/",
-        "/torch_remat/policy_calls.py",
-        "/torch_remat/region.py",
     )
 )
 _is_between: dict[str, bool] = {}
 
 
-def what_calls() -> types.CodeType:
-    """The code of the function whose operation saves a tensor, or that calls a region.
+def what_saves() -> types.CodeType:
+    """The code of the function whose operation saves a tensor: what Dynamo made of it where it is compiled.
 
-    Where the function is compiled, what Dynamo made of it. To be called by a pack hook, or by what runs regions.
+    To be called by a pack hook.
     """
     frame = sys._getframe(2)
     while True:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from torch_remat.errors import ModifiedError, display_name
 from torch_remat.runtime import events, externals
-from torch_remat.runtime.compiled_code import compiles, what_calls
+from torch_remat.runtime.compiled_code import compiles, what_saves
 from torch_remat.runtime.dynamo import eager_only, live
 from torch_remat.runtime.frame import Frame, current_frame, scopes
 from torch_remat.runtime.hooks import (
@@ -132,7 +132,7 @@ class ForwardFrame(Frame):
             if self.check and len(self.layouts) < len(slots):
                 self.layouts.append(None)
             if self.codes is not None:
-                self.codes.append(what_calls())
+                self.codes.append(what_saves())
             return Kept(tensor, (self.tape.name, None, 0))
         expected = None
         if self.check:
@@ -149,7 +149,7 @@ class ForwardFrame(Frame):
         reference = _reference(slot)
         slots.append(reference)
         if self.codes is not None:
-            self.codes.append(what_calls())
+            self.codes.append(what_saves())
         if self.hooks and not tensor.requires_grad:
             self.loose.append(reference)
         if self.observer is not None:

@@ -23,7 +23,7 @@ from torch_remat.errors import (
 )
 from torch_remat.runtime import events, placeholder
 from torch_remat.runtime.bitwise import maker_of, operation_of
-from torch_remat.runtime.compiled_code import globals_of, is_compiled, is_same_program, what_calls
+from torch_remat.runtime.compiled_code import globals_of, is_compiled, is_same_program, what_saves
 from torch_remat.runtime.dynamo import eager_only
 from torch_remat.runtime.frame import Frame
 from torch_remat.runtime.graft import as_result
@@ -99,7 +99,7 @@ class ReplayFrame(Frame):
         if position >= len(slots):
             raise self._refuse(SavesDriftError(self._drift(f"it saves more than the {len(slots)} tensors of forward")))
         if self._codes is not None:
-            code = what_calls()
+            code = what_saves()
             if code is not self._codes[position]:
                 self._other_code(self._codes[position], code)
         slot = slots[position]()
