@@ -131,12 +131,16 @@ def _norm_of_a_changed_bias(t: Tensor, mean: Tensor, variance: Tensor) -> Tensor
     return h
 
 
+def _outside(h: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
+    return (h * mean).sin() * variance.view(1, 6) + F.batch_norm(h, mean, variance)
+
+
 class TestRunningStatistics:
     """What a batch norm in training writes and later code reads: a second run would write it again."""
 
     @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
     @pytest.mark.parametrize("body", [_reads_the_mean, _reads_a_view, _norms_twice, _norm_of_a_changed_bias])
-    @pytest.mark.parametrize("where", ["in one checkpoint", "in a second checkpoint"])
+    @pytest.mark.parametrize("where", ["in one checkpoint", "in a second checkpoint", "outside"])
     def test_p1_code_reads_what_forward_read(self, x: Tensor, body: Any, where: str, backend: str) -> None:
         if backend == "inductor" and body is _norm_of_a_changed_bias:
             pytest.skip("torch computes it from the changed bias, with or without checkpoints")
@@ -145,6 +149,8 @@ class TestRunningStatistics:
             h = remat.checkpoint(region_name="b")(body)(t, mean, variance)
             if where == "in one checkpoint":
                 return h
+            if where == "outside":
+                return _outside(h, mean, variance)
             return remat.checkpoint(region_name="c")(lambda u: (u + mean).sin())(h)
 
         results = []
@@ -154,7 +160,8 @@ class TestRunningStatistics:
             t.requires_grad_()
             if call is model:  # eager checkpoints refuse what replay would write twice
                 h = body(t, mean, variance)
-                output = h if where == "in one checkpoint" else (h + mean).sin()
+                later = {"in one checkpoint": h, "in a second checkpoint": (h + mean).sin()}
+                output = later[where] if where in later else _outside(h, mean, variance)
             else:
                 output = call(t, mean, variance)
             results.append((output.detach(), *torch.autograd.grad((output * output).sum(), t), mean, variance))

@@ -80,7 +80,9 @@ def test_kept_is_what_the_backward_graph_gets(graphs: Graphs, x: Tensor) -> None
     ]
     assert "kept exp" in rows(found, "saved")
     assert {"rebuilt tanh", "rebuilt cos"} >= rows(found, "scope/redone") != set()
-    assert [row.what for row in one.inputs if row.bytes] == ["addmm"]
+    random = {"inductor_seeds", "run_and_save_rng_state[0]"}  # the one or the other, by the build of torch
+    assert [row.what for row in one.inputs if row.bytes and row.what not in random] == ["addmm"]
+    assert len([row for row in (*one.inputs, *one.bare.kept) if row.what in random]) == 1
     assert one.regions[1].kept_bytes == 0
     assert one.replay.runs
     assert "repeats" in one.replay.text
@@ -94,7 +96,7 @@ def test_kept_is_what_the_backward_graph_gets(graphs: Graphs, x: Tensor) -> None
 
     graphs.compile(step)(x).sum().backward()
     kept = sum(graphs.kept[name] for name in ("exp", "addmm"))
-    assert kept == one.regions[0].kept_bytes + sum(row.bytes for row in one.inputs)
+    assert kept == one.regions[0].kept_bytes + sum(row.bytes for row in one.inputs if row.what not in random)
 
 
 def test_p3_views_of_leaves_cost_nothing(x: Tensor) -> None:

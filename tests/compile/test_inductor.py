@@ -40,10 +40,42 @@ def test_p1_gradient_belongs_to_the_numbers_that_were_drawn() -> None:
     t = torch.full((16, 16), 2.0, requires_grad=True)
     call = torch.compile(lambda t: remat.checkpoint(region_name="b")(body)(t), fullgraph=True)
     for _ in range(2):
-        output = call(t)
+        kept: list[Tensor] = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda s: kept.append(s) or s, lambda s: s):
+            output = call(t)
+        assert sorted(s.dtype.itemsize for s in kept if s.numel() == 256) == [1, 4], "mask and output of the region"
         (got,) = torch.autograd.grad(output.sum(), t)
         assert 0 < int((output == 0).sum()) < 256
         torch.testing.assert_close(got, output.detach())  # (c t)^2 at t = 2 has the derivative 2 c^2 t = (c t)^2
+
+
+NOTHING = {
+    "times one": lambda h: h * 1.0,
+    "one times": lambda h: 1 * h,
+    "plus zero": lambda h: h + 0,
+    "minus zeros": lambda h: h - torch.zeros_like(h),
+    "over one": lambda h: h / 1,
+    "times a tensor of ones": lambda h: h * torch.tensor(1.0, dtype=h.dtype),
+    "in place": lambda h: h.clone().mul_(1.0).add_(0),
+    "a copy": lambda h: h.clone(),
+    "a view": lambda h: h.view(-1)[:].view(4, 6) * 1,
+}
+
+
+@pytest.mark.parametrize("name", sorted(NOTHING))
+def test_p2_save_region_before_an_operation_that_changes_nothing(x: Tensor, name: str) -> None:
+    """Inductor takes the operation out, and gives its marks to what it was given."""
+    weight = torch.linspace(-1, 1, 36, dtype=torch.float64).reshape(6, 6).requires_grad_()
+
+    def body(t: Tensor) -> Tensor:
+        h = remat.region(lambda u: u @ weight, "product", recompute=False)(t.sin())
+        return NOTHING[name](h).cos().sin()
+
+    found = remat.explain(torch.compile(lambda t: remat.checkpoint(region_name="b")(body)(t), fullgraph=True), x)
+    (checkpoint,) = found.checkpoints
+    parts = (*checkpoint.regions, checkpoint.bare)
+    assert [row.bytes for part in parts for row in part.kept if row.bytes] == [x.nbytes]
+    assert "mm" not in {row.what for part in parts for row in part.rebuilt}
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

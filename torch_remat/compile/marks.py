@@ -7,11 +7,10 @@ import itertools
 import operator
 import sys
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
 from types import FrameType, TracebackType
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch._subclasses.functional_tensor import FunctionalTensor
@@ -47,11 +46,25 @@ def contexts() -> Any:
         )
         forward = _Forward()
         return forward, _Recomputation(forward)
-    policy = functools.partial(_policy, _ChangedInputs())
+    changed = _ChangedInputs()
+    policy = functools.partial(_policy, changed)
     pair = create_selective_checkpoint_contexts(policy, allow_cache_entry_mutation=True)
     for context in pair:
         context.supports_higher_order_operators = True
+    _at_exit(pair[0], changed.keep_written)
     return pair
+
+
+def _at_exit(mode: Any, last: Callable[[], None]) -> None:
+    """Have ``last`` called when ``mode``, which torch wants to be of its own type, is left."""
+    kind: Any = type(mode)
+
+    class Left(kind):
+        def __exit__(self, *error: Any) -> Any:
+            last()
+            return super().__exit__(*error)
+
+    mode.__class__ = Left
 
 
 def _is_traced() -> bool:
@@ -104,7 +117,7 @@ def _policy(changed: _ChangedInputs, context: Any, operation: Any, *args: Any, *
         return CheckpointPolicy.MUST_SAVE
     if any(isinstance(branch, torch.nn.Module) and _has_saves(branch) for branch in args):
         return CheckpointPolicy.MUST_SAVE  # control flow is kept as a whole
-    if reads:
+    if reads or _takes_the_place_of_what_is_kept(operation, args):
         return CheckpointPolicy.MUST_SAVE
     if _draws(operation, args, kwargs) and not _draws_the_same_again(operation):
         return CheckpointPolicy.MUST_SAVE
@@ -127,10 +140,8 @@ class _ChangedInputs:
                 self._inputs = {f"primals_{number + 1}" for number in _changed(frame.f_locals.get("fw_metadata"))}
             frame = frame.f_back
         self._last = next(self._nodes(), None)
-        # What the latest batch norm in training writes, and the nodes of the new values of all norms in the graph.
-        self._written: list[torch.Tensor] = []
-        mode = proxy_tensor.get_proxy_mode()
-        self._statistics: set[str] = set() if mode is None else _statistics.setdefault(mode.tracer.graph, set())
+        self._written: list[torch.Tensor] = []  # running statistics whose new value is not in the graph yet
+        self._kept: set[torch.fx.Node] = set()  # new values
 
     @staticmethod
     def _nodes() -> Any:
@@ -146,15 +157,10 @@ class _ChangedInputs:
         self._last = next(self._nodes(), None)
         statistics = _written_statistics(operation, args, kwargs)
         named = list(_named(operation, args, kwargs))
-        if statistics:
-            self._written = list(tensors_in(one for name, one in named if name in statistics))
-        # Torch 2.11 asks before the operation is in the graph, so that the new values are known at the next one.
-        written = [node for node in map(_node_of, self._written) if node is not None]
-        self._statistics.update(node.name for node in written if node.op == "call_function")
+        self.keep_written()
+        self._written += tensors_in(one for name, one in named if name in statistics)
+        self.keep_written()
         read = _nodes_of(one for name, one in named if name not in statistics)
-        for node in read:
-            if node.name in self._statistics:
-                _keep(node)
         if is_view(operation):
             return False
         if not statistics and getattr(getattr(operation, "_schema", None), "is_mutable", True):
@@ -162,6 +168,31 @@ class _ChangedInputs:
             computing = [node for node in new if node.op == "call_function" and not _views(node)]
             read += [_viewed(one) for node in computing for one in node.all_input_nodes]
         return any(node.name in self._inputs for node in read)
+
+    def keep_written(self) -> None:
+        """Have the new values of running statistics kept, for whoever reads them: a second run would make others."""
+        # Torch 2.11 asks before the operation is in the graph: the new value is known at the next one. Later ones ask
+        # when it is, and then put the answer on all that has come into the graph since it ran.
+        waiting = []
+        for tensor in self._written:
+            node = _node_of(tensor)
+            if node is not None and node.op == "call_function" and node not in self._kept:
+                self._kept.add(_own_node(tensor) if node.target is operator.getitem else node)
+            else:
+                waiting.append(tensor)
+        self._written = waiting
+        for node in self._kept:
+            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+
+
+def _own_node(tensor: torch.Tensor) -> torch.fx.Node:
+    """The node of a copy, which stands for ``tensor`` from now on: the min-cut partitioner keeps no getitem."""
+    mode: Any = proxy_tensor.get_proxy_mode()
+    slot = _slot_of(tensor)
+    made = slot.proxy.node
+    slot.proxy = mode.tracer.create_proxy("call_function", torch.ops.aten.clone.default, (slot.proxy,), {})
+    slot.proxy.node.meta.update(made.meta)
+    return slot.proxy.node
 
 
 def _changed(metadata: Any) -> Iterator[int]:
@@ -190,22 +221,12 @@ def _named(operation: Any, args: Any, kwargs: Any) -> Iterator[tuple[str, Any]]:
 
 
 _STATISTICS = ("running_mean", "running_var")
-_statistics: WeakKeyDictionary[torch.fx.Graph, set[str]] = WeakKeyDictionary()
 
 
 def _written_statistics(operation: Any, args: Any, kwargs: Any) -> tuple[str, ...]:
     """The arguments of a batch norm in training, which it only writes."""
     is_norm = getattr(operation, "namespace", "") == "aten" and "batch_norm" in str(operation)
     return _STATISTICS if is_norm and _trains(operation, args, kwargs) else ()
-
-
-def _keep(statistic: torch.fx.Node) -> None:
-    """Keep the new value of a running statistic that is read: a second run would make another one of it."""
-    nodes: list[Any] = [statistic]
-    if statistic.target is operator.getitem:
-        nodes += [statistic.args[0], *statistic.all_input_nodes[0].users]
-    for node in nodes:
-        node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
 
 
 def _nodes_of(values: Iterable[Any]) -> list[torch.fx.Node]:
@@ -246,14 +267,50 @@ def _is_whole_result(operation: Any, args: Any, region: str) -> bool:
 
 def _node_of(tensor: Any) -> torch.fx.Node | None:
     """The node that has made ``tensor`` in the graph that is traced now."""
+    slot = _slot_of(tensor)
+    return None if slot is None else slot.proxy.node
+
+
+def _slot_of(tensor: Any) -> Any:
+    """Where the tracer notes which node ``tensor`` is."""
     mode = proxy_tensor.get_proxy_mode()
     if mode is None:
         return None
     if isinstance(tensor, FunctionalTensor):
         torch._sync(tensor)
         tensor = torch._from_functional_tensor(tensor.elem)
-    slot = proxy_tensor.get_proxy_slot(tensor, mode.tracer, None) if isinstance(tensor, torch.Tensor) else None
-    return None if slot is None else slot.proxy.node
+    return proxy_tensor.get_proxy_slot(tensor, mode.tracer, None) if isinstance(tensor, torch.Tensor) else None
+
+
+_NEUTRAL = {"add": 0, "sub": 0, "mul": 1, "div": 1}
+"""What changes nothing, by operation."""
+
+
+def _takes_the_place_of_what_is_kept(operation: Any, args: Any) -> bool:
+    """Whether Inductor may find that this changes nothing: it puts what was given there, under the marks of this."""
+    name = getattr(operation, "__name__", "").partition(".")[0]
+    neutral = _NEUTRAL.get(name.rstrip("_"))
+    if neutral is None or len(args) != 2 or not _breaks_down_for_inductor():
+        return False
+    for value, other in (args, args[::-1]):
+        node = _node_of(value)
+        if node is not None and name.endswith("_"):  # torch 2.12 and later ask when the value is the new one
+            node = next(iter(node.all_input_nodes), node)
+        while node is not None and (node.target is torch.ops.aten.clone.default or _views(node)):
+            node = node.all_input_nodes[0]
+        if node is None or node.meta.get("recompute") is not CheckpointPolicy.MUST_SAVE:
+            continue
+        if _is_constant(_node_of(other)) if isinstance(other, torch.Tensor) else other == neutral:
+            return True
+    return False
+
+
+def _is_constant(node: torch.fx.Node | None) -> bool:
+    """Whether no input of the graph is in ``node``."""
+    nodes = [] if node is None else [node]
+    while nodes and nodes[-1].op in ("call_function", "get_attr"):
+        nodes += nodes.pop().all_input_nodes
+    return node is not None and not nodes
 
 
 def _trains(operation: Any, args: Any, kwargs: Any) -> bool:
@@ -293,10 +350,21 @@ def _draws(operation: Any, args: Any, kwargs: Any) -> bool:
 
 def _draws_the_same_again(operation: Any) -> bool:
     """Whether the compiler breaks the operation down to a seed that it keeps, as Inductor does."""
-    table: Any = getattr(proxy_tensor, "CURRENT_DECOMPOSITION_TABLE", {})
-    if isinstance(table, ContextVar):  # in some builds of torch
-        table = table.get({})
     aten = torch.ops.aten
-    return aten.rand_like.default in table and (
-        operation in table or operation in (aten.rand.default, aten.randn.default, aten.randint.low)
+    return _breaks_down_for_inductor() and (
+        operation in _broken_down() or operation in (aten.rand.default, aten.randn.default, aten.randint.low)
     )
+
+
+def _breaks_down_for_inductor() -> bool:
+    """Whether the operations of the graph are those that Inductor wants."""
+    return torch.ops.aten.rand_like.default in _broken_down()
+
+
+def _broken_down() -> Any:
+    """The operations that the compiler takes apart, with how."""
+    mode: Any = proxy_tensor.get_proxy_mode()
+    table: Any = getattr(mode, "decomposition_table", None)
+    if table is None:  # before torch 2.13
+        table = getattr(proxy_tensor, "CURRENT_DECOMPOSITION_TABLE", {})
+    return table.get({}) if isinstance(table, ContextVar) else table

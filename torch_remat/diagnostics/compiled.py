@@ -147,7 +147,7 @@ class _Graphs:
         self._kept = [
             (position, node)
             for position, node in enumerate(self._outputs)
-            if isinstance(node, torch.fx.Node) and node.name in handed
+            if isinstance(node, torch.fx.Node) and (node.name in handed or _drawn_from(node) is not None)
         ]
         self._rebuilt = [
             node
@@ -178,7 +178,7 @@ class _Graphs:
 
     def _owner(self, node: torch.fx.Node) -> tuple[str | None, bool]:
         """The checkpoint that keeps what ``node`` made, and whether as an input."""
-        made_in = _checkpoint(node)
+        made_in = _checkpoint(_drawn_from(node) or node)
         if made_in is not None and _region(node) is not None:
             return made_in, False
         for user in node.users:
@@ -220,6 +220,16 @@ def _checkpoint(node: torch.fx.Node) -> str | None:
 
 def _region(node: torch.fx.Node) -> str | None:
     return _marks(node).get(REGION_MARK)
+
+
+def _drawn_from(node: torch.fx.Node) -> torch.fx.Node | None:
+    """What is drawn, if ``node`` is the state of the generator before that: the backward graph draws it again."""
+    if node.op != "call_function" or getattr(node.target, "__name__", "") != "getitem":
+        return None
+    source, index = node.args[:2]
+    if index != 0 or not isinstance(source, torch.fx.Node) or "run_and_save_rng_state" not in str(source.target):
+        return None
+    return next((drawn for drawn in source.users if drawn.args[1] == 1), None)
 
 
 def _makes_nothing(node: torch.fx.Node) -> bool:
