@@ -105,6 +105,32 @@ def body_of(read: Callable[[Tensor], float], declare: bool = False) -> Callable[
     return body
 
 
+class TwoResults(torch.autograd.Function):
+    """Two results of one node."""
+
+    @staticmethod
+    def forward(ctx: Any, t: Tensor) -> tuple[Tensor, Tensor]:
+        return t * 2, t * 3
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:  # type: ignore[override]
+        return grads[0] * 2 + grads[1] * 3
+
+
+class ReadsUnseen(torch.autograd.Function):
+    """``sin`` by a kernel that the dispatcher does not see."""
+
+    @staticmethod
+    def forward(ctx: Any, t: Tensor) -> Tensor:
+        values = torch.from_numpy(from_c("numpy")(t.detach()).copy())
+        ctx.save_for_backward(values)
+        return values.sin()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        return grad * ctx.saved_tensors[0].cos()
+
+
 class TestP3UnseenReaders:
     """Host reads of SAVE outputs."""
 
@@ -274,3 +300,12 @@ class TestP3Operations:
                 output = call(x)
             engine.backward([output.sum()])
             assert torch.equal(x.grad, torch.autograd.grad(body(x).sum(), x)[0])
+
+    @pytest.mark.parametrize("which", [0, 1])
+    def test_p3_function_reads_one_of_several_results_of_a_node(self, engine: EagerEngine, which: int) -> None:
+        """Which result it is counts, and not only of what node."""
+
+        def body(t: Tensor) -> Tensor:
+            return ReadsUnseen.apply(save(TwoResults.apply, "r")(t.sin())[which]).cos()
+
+        compare(body, [leaf()], engine=engine)

@@ -102,7 +102,7 @@ class BodyGraph:
         self.kept: dict[int, set[int]] = {}  # region -> storages that its own saves keep
         self.packed: set[int] = set()  # storages that hook pairs have packed for saves of regions
         self.output_keys: dict[tuple[int, int], set[int]] = {}  # (region, leaf) -> storages, also once hooks packed it
-        self.makers: dict[tuple[str, int], int] = {}  # autograd node of an output -> graph node
+        self.makers: dict[tuple[str, int, int], int] = {}  # autograd node of an output, and which -> graph node
         self.overwritten: dict[int, int] = {}  # a SAVE region modified another's output: node after -> node before
         self.random: str | None = None
         self.own_generators = False
@@ -248,7 +248,7 @@ class BodyGraph:
             else:
                 continue
             if leaf.grad_fn is not None:
-                self.makers[leaf.grad_fn.name(), leaf.grad_fn._sequence_nr()] = node
+                self.makers[leaf.grad_fn.name(), leaf.grad_fn._sequence_nr(), leaf.output_nr] = node
 
     def region_starts(self) -> None:
         """A SAVE region starts."""
@@ -492,19 +492,19 @@ class BodyGraph:
             if function in seen or function._sequence_nr() < first:
                 continue
             seen.add(function)
-            following = [edge for edge, _ in function.next_functions if edge is not None]
+            following = [(edge, which) for edge, which in function.next_functions if edge is not None]
             number = function._sequence_nr()
             if (
                 number < end
                 and isinstance(function, torch.autograd.function.BackwardCFunction)
                 and not self._in_span(number)
             ):
-                for edge in following:
-                    maker = self.makers.get((edge.name(), edge._sequence_nr()))
+                for edge, which in following:
+                    maker = self.makers.get((edge.name(), edge._sequence_nr(), which))
                     if maker is not None and maker not in needed:
                         needed.add(maker)
                         self.readers.setdefault(maker, type(function).__name__.removesuffix("Backward"))
-            pending.extend(following)
+            pending.extend(edge for edge, _ in following)
 
     def _in_span(self, number: int) -> bool:
         return any(start <= number < end for start, end in self._spans)

@@ -416,7 +416,11 @@ def run_forward(frame: ForwardFrame, function: Any, args: Any, kwargs: Any) -> A
             if observer is not None:
                 with (
                     HostReads(
-                        observer.host_read, observer.mode_dependent, observer.inner_backward, observer.gradient_hook
+                        observer.host_read,
+                        observer.mode_dependent,
+                        observer.inner_backward,
+                        observer.gradient_hook,
+                        None if frame.codes is None else observer.compiled_code,
                     ),
                     observer,
                 ):

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torch_remat.runtime.compiled_code import asked_for, is_compiled
+
 __all__ = ["HostReads"]
 
 # Python functions of torch's that others call from C: `numpy.asarray`, `numpy.from_dlpack`, `pickle.dump`.
@@ -46,7 +48,7 @@ class HostReads:
 
     ``on_mode_dependent()`` is called before functions that do something else under a dispatch mode,
     ``on_backward(outputs, inputs, accumulates)`` before autograd runs, ``on_hook(tensor)`` before a gradient hook is
-    registered.
+    registered, ``on_compiled(tensors)`` before compiled code is called that asks for ``tensors``.
     """
 
     def __init__(
@@ -55,7 +57,9 @@ class HostReads:
         on_mode_dependent: Callable[[], None] = _ignore,
         on_backward: Callable[[Any, Any, bool], None] = _ignore,
         on_hook: Callable[[Tensor], None] = _ignore,
+        on_compiled: Callable[[list[Tensor]], None] | None = None,
     ) -> None:
+        self._on_compiled = on_compiled
         self._on_hook = on_hook
         self._on_backward = on_backward
         self._on_read = on_read
@@ -84,6 +88,8 @@ class HostReads:
             given = frame.f_locals
             accumulates = "tensors" in given
             self._on_backward(given["tensors" if accumulates else "outputs"], given["inputs"], accumulates)
+        elif event == "call" and self._on_compiled is not None and is_compiled(frame.f_code):
+            self._on_compiled(asked_for(frame.f_code, frame.f_locals))
 
     def _read(self, tensor: Any, method: str, reader: Any) -> None:
         # What this library and torch's own Python code look at is no read of the body's.

@@ -64,6 +64,7 @@ class Observer(TorchDispatchMode):
         self._before: externals.Before | None = None
         self._memories: externals.Memories | None = None
         self._operations = 0  # that are running now
+        self.runs_compiled_code = False
         self._host_random = HostRandom()
 
     # --- What forward reports
@@ -167,6 +168,14 @@ class Observer(TorchDispatchMode):
         if self._in_region is None and not self._operations:
             reads = self.graph.sources(storage_keys(tensor))
             self.graph.roots.append(self.graph.add(OP, reads, f"{method}() at {user_line()}"))
+
+    def compiled_code(self, tensors: list[Tensor]) -> None:
+        """Compiled code is called, whose guards want ``tensors``, and no stand-ins, whether it reads data or not."""
+        if self._in_region is None and not self._operations:
+            self.runs_compiled_code = True
+            keys = [key for tensor in tensors for key in storage_keys(tensor)]
+            reads = self.graph.sources([key for key in keys if not self.graph.is_outside(key)])
+            self.graph.roots.append(self.graph.add(OP, reads, f"compiled code at {user_line()}"))
 
     def mode_dependent(self) -> None:
         """A function is called that does something else under a dispatch mode: later calls have to run under one."""

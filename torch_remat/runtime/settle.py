@@ -106,9 +106,10 @@ def plan_of(frame: ForwardFrame, outputs: list[Any]) -> Plan | None:
     if frame.observer is not None:
         plan = frame.observer.plan(tape.function, outputs, early_stop_allowed())
         frame.known.outside = frame.observer.outside
-        if frame.codes:
+        if frame.codes is not None:
             codes = {id(code): code for code in frame.codes}  # those that Dynamo makes cannot be hashed
-            frame.known.compiled = frame.known.compiled or any(map(is_compiled, codes.values()))
+            compiled = frame.observer.runs_compiled_code or any(map(is_compiled, codes.values()))
+            frame.known.compiled = frame.known.compiled or compiled
         for record, step in zip(tape.order, plan.steps, strict=True):
             frame.drop_unneeded(record, step)
         readings = frame.observer.graph.readings()
