@@ -21,9 +21,8 @@ from typing import Any
 from torch import Tensor
 
 from torch_remat.runtime.dynamo import evaluator
-from torch_remat.runtime.tree import flatten, unflatten
 
-__all__ = ["asked_for", "compiles", "globals_of", "is_compiled", "is_same_program", "pinned", "what_saves"]
+__all__ = ["compiles", "globals_of", "guards_hold", "is_compiled", "is_same_program", "pinned", "what_saves"]
 
 
 _compiles: list[bool] = []
@@ -153,31 +152,14 @@ def _made_by_aot_autograd(graph: Any) -> Any:
 _EMPTY = types.CellType()
 
 
-def asked_for(code: types.CodeType, variables: dict[str, Any]) -> list[Tensor]:
-    """The tensors in ``variables`` without which the guards of compiled ``code`` do not hold.
-
-    All of them where this build of torch does not tell. Some may be in containers, of which the code uses a part.
-    """
-    leaves: list[Any] = []
-    try:
-        spec = flatten(dict(variables), leaves)
-    except RecursionError:  # a container that holds itself
-        return [value for value in variables.values() if isinstance(value, Tensor)]
-    guards = _guards_of(code)
-    tensors = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-    try:
-        if guards is not None and guards.check(unflatten(spec, leaves)):
-            without = {index: [*leaves[:index], None, *leaves[index + 1 :]] for index in tensors}
-            tensors = [index for index in tensors if not guards.check(unflatten(spec, without[index]))]
-    except Exception:  # noqa: BLE001, S110 - whatever a build of torch says there: all of them, then
-        pass
-    return [leaves[index] for index in tensors]
-
-
-def _guards_of(code: types.CodeType) -> Any:
+def guards_hold(code: types.CodeType, variables: dict[str, Any]) -> bool:
+    """Whether compiled ``code`` would run for these arguments; False where this build of torch does not tell."""
     original = _original(code)
-    entries = () if original is None or _entries_of is None else _entries_of(original)
-    return next((entry.guard_manager for entry in entries if entry.code is code), None)
+    try:
+        entries = () if original is None else _entries_of(original)
+        return any(bool(entry.guard_manager.check(variables)) for entry in entries if entry.code is code)
+    except Exception:  # noqa: BLE001 - whatever a build of torch says there
+        return False
 
 
 def _original(code: types.CodeType) -> types.CodeType | None:

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from types import CodeType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from torch_remat.runtime.compiled_code import asked_for, is_compiled
+from torch_remat.runtime.compiled_code import is_compiled
 
 __all__ = ["HostReads"]
 
@@ -48,7 +49,7 @@ class HostReads:
 
     ``on_mode_dependent()`` is called before functions that do something else under a dispatch mode,
     ``on_backward(outputs, inputs, accumulates)`` before autograd runs, ``on_hook(tensor)`` before a gradient hook is
-    registered, ``on_compiled(tensors)`` before compiled code is called that asks for ``tensors``.
+    registered, ``on_compiled(code, variables)`` when compiled code starts.
     """
 
     def __init__(
@@ -57,7 +58,7 @@ class HostReads:
         on_mode_dependent: Callable[[], None] = _ignore,
         on_backward: Callable[[Any, Any, bool], None] = _ignore,
         on_hook: Callable[[Tensor], None] = _ignore,
-        on_compiled: Callable[[list[Tensor]], None] | None = None,
+        on_compiled: Callable[[CodeType, dict[str, Any]], None] | None = None,
     ) -> None:
         self._on_compiled = on_compiled
         self._on_hook = on_hook
@@ -89,7 +90,7 @@ class HostReads:
             accumulates = "tensors" in given
             self._on_backward(given["tensors" if accumulates else "outputs"], given["inputs"], accumulates)
         elif event == "call" and self._on_compiled is not None and is_compiled(frame.f_code):
-            self._on_compiled(asked_for(frame.f_code, frame.f_locals))
+            self._on_compiled(frame.f_code, dict(frame.f_locals))
 
     def _read(self, tensor: Any, method: str, reader: Any) -> None:
         # What this library and torch's own Python code look at is no read of the body's.

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import weakref
+from types import CodeType
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch_remat.errors import ModifiedError, RandomStateError, UnsupportedError, display_name
 from torch_remat.runtime import externals
 from torch_remat.runtime.body_graph import OP, BodyGraph
+from torch_remat.runtime.compiled_code import guards_hold
 from torch_remat.runtime.generators import HostRandom, covered, drawing, is_default, random_message
 from torch_remat.runtime.graft import Seed
 from torch_remat.runtime.inner_backward import check_inner_backward, was_there
@@ -36,6 +38,7 @@ from torch_remat.runtime.tensors import (
     together,
     written_by,
 )
+from torch_remat.runtime.tree import flatten, unflatten
 
 __all__ = ["Observer", "output_modified"]
 
@@ -169,11 +172,11 @@ class Observer(TorchDispatchMode):
             reads = self.graph.sources(storage_keys(tensor))
             self.graph.roots.append(self.graph.add(OP, reads, f"{method}() at {user_line()}"))
 
-    def compiled_code(self, tensors: list[Tensor]) -> None:
-        """Compiled code is called, whose guards want ``tensors``, and no stand-ins, whether it reads data or not."""
+    def compiled_code(self, code: CodeType, variables: dict[str, Any]) -> None:
+        """Compiled code starts. It runs for tensors only, and for no stand-ins, whether it reads their data or not."""
         if self._in_region is None and not self._operations:
             self.runs_compiled_code = True
-            keys = [key for tensor in tensors for key in storage_keys(tensor)]
+            keys = [key for tensor in _asked_for(code, variables) for key in storage_keys(tensor)]
             reads = self.graph.sources([key for key in keys if not self.graph.is_outside(key)])
             self.graph.roots.append(self.graph.add(OP, reads, f"compiled code at {user_line()}"))
 
@@ -397,6 +400,20 @@ def output_modified(tape: Tape, record: Region) -> ModifiedError:
         f"it, and replay has to read it as it was.\n"
         f"To fix: modify a .clone() of it, or move the in-place operation into the region."
     )
+
+
+def _asked_for(code: CodeType, variables: dict[str, Any]) -> list[Tensor]:
+    """The tensors in ``variables`` without which compiled ``code`` would not run; it may use a part of a container."""
+    leaves: list[Any] = []
+    try:
+        spec = flatten(variables, leaves)
+    except RecursionError:  # a container that holds itself
+        return [value for value in variables.values() if isinstance(value, Tensor)]
+    tensors = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+    if guards_hold(code, unflatten(spec, leaves)):
+        without = {index: [*leaves[:index], None, *leaves[index + 1 :]] for index in tensors}
+        tensors = [index for index in tensors if not guards_hold(code, unflatten(spec, without[index]))]
+    return [leaves[index] for index in tensors]
 
 
 def _shares(tensor: Tensor, keys: list[int]) -> bool:
