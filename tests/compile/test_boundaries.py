@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import torch_remat as remat
-from torch_remat.errors import SavesDriftError
+from torch_remat.errors import SavesDriftError, UnsupportedError
 
 WEIGHT = torch.nn.Parameter(torch.linspace(-1, 1, 36, dtype=torch.float64).reshape(6, 6))
 RUNS: list[str] = []
@@ -457,3 +457,27 @@ class TestGraphBreaks:
         loss = remat.checkpoint(region_name="b")(block)(x).sum()
         torch.compile(step, backend="aot_eager")(x)
         torch.testing.assert_close(x.grad, expected, rtol=0, atol=0)
+
+
+class TestNestedGraphBreaks:
+    """Dynamo's option to break functions that others call, which leaves a checkpoint of a graph to eager code."""
+
+    @pytest.fixture(autouse=True)
+    def _nested(self) -> Iterator[None]:
+        with torch._dynamo.config.patch(nested_graph_breaks=True):
+            yield
+
+    def test_refused_where_the_body_breaks(self, x: Tensor) -> None:
+        call = torch.compile(lambda t: remat.checkpoint(region_name="b")(broken)(t), backend="aot_eager")
+        with pytest.raises(UnsupportedError, match="nested_graph_breaks"):
+            call(x)
+
+    def test_p2_whole_or_eager(self, x: Tensor) -> None:
+        (expected,) = torch.autograd.grad(block(x).sum(), x)
+        whole = torch.compile(lambda t: remat.checkpoint(region_name="b")(block)(t), backend="aot_eager")
+        for call in (whole, remat.checkpoint(region_name="b")(torch.compile(broken, backend="aot_eager"))):
+            for _ in range(2):
+                output = call(x)
+                RUNS.clear()
+                torch.testing.assert_close(torch.autograd.grad(output.sum(), x)[0], expected)
+                assert RUNS == ["rec"]

@@ -39,11 +39,12 @@ def contexts() -> Any:
     the graph as it stands, and torch's checkpoint in it recomputes everything.
     """
     if not _is_traced():
-        warnings.warn(
-            "This backend of torch.compile runs checkpoints without AOTAutograd: all of a checkpoint is recomputed, "
-            "its SAVE regions too.\nTo fix: use a backend that partitions the graph, such as inductor or aot_eager.",
-            stacklevel=2,
-        )
+        if _is_in_graph():
+            warnings.warn(
+                "This backend of torch.compile runs checkpoints without AOTAutograd: all of a checkpoint is recomputed, "
+                "its SAVE regions too.\nTo fix: use a backend that partitions the graph, such as inductor or aot_eager.",
+                stacklevel=2,
+            )
         forward = _Forward()
         return forward, _Recomputation(forward)
     changed = _ChangedInputs()
@@ -71,6 +72,16 @@ def _is_traced() -> bool:
     """Whether AOTAutograd or the like runs the code on stand-ins for tensors."""
     keys = torch._C._TorchDispatchModeKey
     return any(torch._C._get_dispatch_mode(key) is not None for key in (keys.PROXY, keys.FUNCTIONAL, keys.FAKE))
+
+
+def _is_in_graph() -> bool:
+    """Whether a graph runs the checkpoint, and not what Dynamo has left of the function that called it."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        if "_higher_order_ops" in frame.f_code.co_filename:
+            return True
+        frame = frame.f_back
+    return False
 
 
 class _Forward:

@@ -14,7 +14,7 @@ from types import FrameType
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
-from torch_remat.errors import display_name
+from torch_remat.errors import UnsupportedError, display_name
 from torch_remat.runtime.frame import current_frame, duplicate_message, qualified
 
 __all__ = [
@@ -158,7 +158,14 @@ def around() -> str:
 @while_tracing
 def begin(name: str | None) -> None:
     """The body of a checkpoint starts here."""
-    _traced[_tracer()] = _Traced(name, is_checkpoint=True)
+    tracer = _tracer()
+    if tracer is None:
+        raise UnsupportedError(
+            f"Checkpoint {display_name(name)} breaks the graph, and with torch._dynamo.config.nested_graph_breaks Dynamo "
+            f"runs a part of it in eager code, where it would recompute its SAVE regions.\n"
+            f"To fix: leave that option off; or compile with fullgraph=True, which says what breaks the graph."
+        )
+    _traced[tracer] = _Traced(name, is_checkpoint=True)
 
 
 @while_tracing
