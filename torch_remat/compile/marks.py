@@ -41,8 +41,9 @@ def contexts() -> Any:
     if not _is_traced():
         if _is_in_graph():
             warnings.warn(
-                "This backend of torch.compile runs checkpoints without AOTAutograd: all of a checkpoint is recomputed, "
-                "its SAVE regions too.\nTo fix: use a backend that partitions the graph, such as inductor or aot_eager.",
+                "This backend of torch.compile runs checkpoints without AOTAutograd: all of a checkpoint is "
+                "recomputed, its SAVE regions too.\n"
+                "To fix: use a backend that partitions the graph, such as inductor or aot_eager.",
                 stacklevel=2,
             )
         forward = _Forward()

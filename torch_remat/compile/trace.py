@@ -161,8 +161,8 @@ def begin(name: str | None) -> None:
     tracer = _tracer()
     if tracer is None:
         raise UnsupportedError(
-            f"Checkpoint {display_name(name)} breaks the graph, and with torch._dynamo.config.nested_graph_breaks Dynamo "
-            f"runs a part of it in eager code, where it would recompute its SAVE regions.\n"
+            f"Checkpoint {display_name(name)} breaks the graph, and with torch._dynamo.config.nested_graph_breaks "
+            f"Dynamo runs a part of it in eager code, where it would recompute its SAVE regions.\n"
             f"To fix: leave that option off; or compile with fullgraph=True, which says what breaks the graph."
         )
     _traced[tracer] = _Traced(name, is_checkpoint=True)
