@@ -167,6 +167,9 @@ class _ChangedInputs:
             return False
         new = list(itertools.takewhile(lambda node: node is not self._last, self._nodes()))
         self._last = next(self._nodes(), None)
+        for node in reversed(new):
+            if _is_copy(node) and any(_viewed(one).name in self._inputs for one in node.all_input_nodes):
+                self._inputs.add(node.name)
         statistics = _written_statistics(operation, args, kwargs)
         named = list(_named(operation, args, kwargs))
         self.keep_written()
@@ -205,6 +208,15 @@ def _own_node(tensor: torch.Tensor) -> torch.fx.Node:
     slot.proxy = mode.tracer.create_proxy("call_function", torch.ops.aten.clone.default, (slot.proxy,), {})
     slot.proxy.node.meta.update(made.meta)
     return slot.proxy.node
+
+
+_COPIES = {"_to_copy", "cat", "clone", "constant_pad_nd", "convert_element_type", "copy", "copy_", "pow", "repeat"}
+_COPIES |= {"slice_scatter", "stack"}
+
+
+def _is_copy(node: torch.fx.Node) -> bool:
+    """Whether Inductor may find that ``node`` is its input as it stands, and give readers the input instead."""
+    return getattr(node.target, "__name__", "").partition(".")[0] in _COPIES
 
 
 def _changed(metadata: Any) -> Iterator[int]:
@@ -312,7 +324,13 @@ def _takes_the_place_of_what_is_kept(operation: Any, args: Any) -> bool:
             node = node.all_input_nodes[0]
         if node is None or node.meta.get("recompute") is not CheckpointPolicy.MUST_SAVE:
             continue
-        if _is_constant(_node_of(other)) if isinstance(other, torch.Tensor) else other == neutral:
+        if isinstance(other, torch.Tensor):
+            nothing = _is_constant(_node_of(other))
+        else:
+            nothing = (
+                type(other) in (int, float) and other == neutral
+            )  # a number that the graph computes is no constant
+        if nothing:
             return True
     return False
 

@@ -428,6 +428,7 @@ class BodyGraph:
             frozenset(self._free(index, region, shared)),
             frozenset(self.rebuild_arguments.get(index, ())),
             tuple((position, readers[index, position]) for position in sorted(keep) if (index, position) in readers),
+            any(node.kind == STALE and node.detail == region.name for node in self.nodes),
         )
 
     def _with_siblings(self, index: int, region: Region, keep: set[int]) -> set[int]:

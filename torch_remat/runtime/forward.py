@@ -64,7 +64,7 @@ from torch_remat.runtime.tape import (
     version_probe,
     without_frames,
 )
-from torch_remat.runtime.tensors import private_copy, storage_keys
+from torch_remat.runtime.tensors import private_copies, storage_keys
 from torch_remat.runtime.tree import flatten, is_container
 from torch_remat.runtime.views import SAME
 
@@ -96,7 +96,10 @@ class ForwardFrame(Frame):
         self.open_saves: list[RegionSaves] = []
         self.hooks = tape.hooks
         self.loose: list[weakref.ref[Slot]] = []  # state hooks may restore, and so write to, what these have saved
-        self.lost: str | None = None  # a SAVE region whose change of an argument replay could not repeat
+        self.lost: str | None = None  # a SAVE region whose change of a tensor replay could not repeat
+        self.captures: str | None = (
+            None  # a SAVE region that changed what it captured, which the plan says nobody reads
+        )
         self.known = registry.known(key)
         self.layouts = self.known.layouts
         self.plans: list[Plan] = []
@@ -207,6 +210,7 @@ class ForwardFrame(Frame):
     def deviated(self) -> None:
         """No plan fits this call: keep what was dropped so far and is still alive."""
         self.plans = []
+        self.lost = self.captures
         for record in self.tape.order:
             for index, reference, version in record.dropped:
                 tensor = reference()
@@ -215,6 +219,9 @@ class ForwardFrame(Frame):
                 else:
                     SaveOutputs(self, record, None, None, None).keep_changed(index, tensor)
             record.dropped = []
+            for _, output in record.changed:
+                output.shell = False
+            copies: list[tuple[Output, Tensor]] = []
             for position, output in enumerate(record.outputs):
                 output.shell = False
                 if output.kind is OutputKind.PLACEHOLDER and output.data is not None:
@@ -224,8 +231,10 @@ class ForwardFrame(Frame):
                         output.kind, output.data, output.version = OutputKind.KEPT, tensor.detach(), version
                         output.meta = gradient_of(tensor)
                         if (record.name, position) in self.known.clones:
-                            output.data = private_copy(tensor)
-                            output.cloned = record.cloned = True
+                            copies.append((output, tensor))
+            for (output, _), copy in zip(copies, private_copies([tensor for _, tensor in copies]), strict=True):
+                output.data = copy
+                output.cloned = record.cloned = True
 
     def _call_save(self, function: Any, record: Region, step: Step | None, args: Any, kwargs: Any) -> Any:
         observer = self.observer
@@ -247,7 +256,9 @@ class ForwardFrame(Frame):
             record.outside = externals.locate(root, externals.find(root, lambda tensor: True))
         if observer is not None:
             observer.enter_region(record)
-        elif step is None:
+        elif step is not None:
+            self.captures = record.name if step.captures else self.captures
+        else:
             function = unobserved_writes(self.tape, record.name, arguments, self.forget).around(function)
         if ours_on_top:
             pop_hooks()

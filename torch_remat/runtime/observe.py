@@ -39,6 +39,7 @@ from torch_remat.runtime.tensors import (
     written_by,
 )
 from torch_remat.runtime.tree import flatten, unflatten
+from torch_remat.runtime.views import extent
 
 __all__ = ["Observer", "output_modified"]
 
@@ -61,7 +62,7 @@ class Observer(TorchDispatchMode):
         self.graph = BodyGraph(tape)
         self._origins: dict[int, list[tuple[int, Output]]] = {}  # storage -> (region, persisted output on it)
         self._in_region: Region | None = None
-        self._region_writes: set[int] = set()
+        self._region_writes: dict[int, list[_Span]] = {}
         self._region_made: set[int] = set()
         self._region_start = 0
         self._before: externals.Before | None = None
@@ -110,7 +111,7 @@ class Observer(TorchDispatchMode):
         """A SAVE region starts."""
         self._check_host_random()
         self._in_region = region
-        self._region_writes = set()
+        self._region_writes = {}
         self._region_made = set()
         self._region_start = len(self.graph.nodes)
         self.graph.region_starts()
@@ -121,13 +122,18 @@ class Observer(TorchDispatchMode):
         self._host_random = HostRandom()
         self.graph.region_ends()
         index = len(self._tape.order) - 1
-        unclaimed = {key for key in self._region_writes if key in self.graph.writer}
+        claimed: dict[int, list[_Span]] = {}
         for argument, output in region.changed:
             self.graph.changed(index, argument, arguments[argument])
             for key in storage_keys(arguments[argument]):
                 self._origins.setdefault(key, []).append((index, output))
-                unclaimed.discard(key)
-        outside = map(self.graph.is_outside, self._region_writes - self._region_made)
+                claimed.setdefault(key, []).append(_span(arguments[argument]))
+        unclaimed = {
+            key
+            for key, spans in self._region_writes.items()
+            if key in self.graph.writer and not all(_is_within(span, claimed.get(key, [])) for span in spans)
+        }
+        outside = map(self.graph.is_outside, self._region_writes.keys() - self._region_made)
         self.graph.updates = self.graph.updates or any(outside)
         for key in unclaimed:  # modified, and not as an argument: a captured tensor
             if self.graph.is_saved(key):
@@ -209,7 +215,11 @@ class Observer(TorchDispatchMode):
             return func(*args, **kwargs or {})
         self._operations += 1
         try:
-            return self._operation(func, args, kwargs or {})
+            result = self._operation(func, args, kwargs or {})
+            # Where a dispatch mode is active, torch does not count the changes of operations on lists (torch 2.14).
+            for tensor in _written_in_lists(func, args):
+                torch.autograd.graph.increment_version(tensor)
+            return result
         finally:
             self._operations -= 1
 
@@ -222,7 +232,9 @@ class Observer(TorchDispatchMode):
         if written:
             self._before_write(written, str(func))
         if self._in_region is not None:
-            self._region_writes.update(key for tensor in written for key in storage_keys(tensor))
+            for tensor in written:
+                for key in storage_keys(tensor):
+                    self._region_writes.setdefault(key, []).append(_span(tensor))
             given = {key for tensor in tensors_in((args, kwargs)) for key in storage_keys(tensor)}
             result = func(*args, **kwargs)
             for tensor in tensors_in((result,)):
@@ -400,6 +412,28 @@ def output_modified(tape: Tape, record: Region) -> ModifiedError:
         f"it, and replay has to read it as it was.\n"
         f"To fix: modify a .clone() of it, or move the in-place operation into the region."
     )
+
+
+def _written_in_lists(func: Any, args: Any) -> list[Tensor]:
+    if not any(isinstance(one, (list, tuple)) for one in args):
+        return []
+    return written_by(func, [one if isinstance(one, (list, tuple)) else None for one in args], {})
+
+
+_Span = tuple[int, int] | None
+
+
+def _span(tensor: Tensor) -> _Span:
+    """The bytes of its storage between which ``tensor`` lies; None where it is no plain tensor."""
+    if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided:
+        return None
+    start = int(tensor.storage_offset())
+    return start * tensor.itemsize, (start + extent(tensor)) * tensor.itemsize
+
+
+def _is_within(span: _Span, spans: list[_Span]) -> bool:
+    """Whether one of ``spans`` covers ``span``, as far as one can tell."""
+    return any(one is None or span is None or (one[0] <= span[0] and span[1] <= one[1]) for one in spans)
 
 
 def _asked_for(code: CodeType, variables: dict[str, Any]) -> list[Tensor]:

@@ -46,6 +46,8 @@ class Step:
     """Leaves of the arguments that the region saves and that replay can make: dropped and rebuilt."""
     readers: tuple[tuple[int, str], ...] = ()
     """Who reads each kept leaf first, for people."""
+    captures: bool = False
+    """The region modifies in place what recomputed code made and it captured; on this path nobody reads that."""
 
     def starts(self, record: Any) -> bool:
         """Whether ``record``, of a region call that starts now, is of this step."""
@@ -70,6 +72,7 @@ def merged(steps: list[Step]) -> Step:
         frozenset.intersection(*[step.changed for step in steps]),
         frozenset.intersection(*[step.free for step in steps]),
         frozenset.intersection(*[step.rebuild for step in steps]),
+        captures=any(step.captures for step in steps),
     )
 
 

@@ -14,6 +14,7 @@ the checkpoint's input, and the plan says that nobody reads it, nothing is kept.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -89,8 +90,9 @@ class SaveOutputs:
         else:
             leaves.append(result)
             record.spec = LEAF
-        if self._step is not None and self._step.clone:
-            modified = {one: leaves[one] for one in self._step.clone if 0 <= one < len(leaves)}
+        copied = self._copied()
+        if copied:
+            modified = {one: leaves[one] for one in copied if 0 <= one < len(leaves)}
             modified = {one: leaf for one, leaf in modified.items() if isinstance(leaf, Tensor)}
             self._copies = dict(zip(modified, private_copies([*modified.values()]), strict=True))
         seen: dict[int, int] = {}
@@ -130,15 +132,18 @@ class SaveOutputs:
                 output.free = self._saves.kept_twin(leaf)
         return output
 
+    def _copied(self) -> Collection[int]:
+        """What is kept as a copy, since the body may modify it; where no plan fits, what is so on any known path."""
+        if self._step is not None:
+            return self._step.clone
+        known = self._frame.known.clones if self._frame.observer is None else ()
+        return [position for name, position in known if name == self.record.name]
+
     def _kept(self, tensor: Tensor, position: int) -> Output:
         output = Output(OutputKind.KEPT, None, gradient_of(tensor))
         output.attributes = plain_attributes(tensor)
         step = self._step
-        if step is None and self._frame.observer is None:
-            cloned = (self.record.name, position) in self._frame.known.clones
-        else:
-            cloned = step is not None and position in step.clone
-        if cloned:
+        if position in self._copied():
             copy = self._copies.get(position)
             output.data = private_copy(tensor) if copy is None else copy
             output.cloned = self.record.cloned = True

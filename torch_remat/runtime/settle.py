@@ -169,9 +169,9 @@ def _check_versions(frame: ForwardFrame) -> None:
     tape = frame.tape
     if frame.lost is not None:
         raise ModifiedError(
-            f"Region {display_name(tape.name, frame.lost)} modified an argument in place, and the body then took a "
-            f"path that "
-            f"it had not taken before, on which replay may read that argument; its value is gone.\n"
+            f"Region {display_name(tape.name, frame.lost)} (recompute=False) modified a tensor in place, and the body "
+            f"then took a path that it had not taken before, on which replay may read that tensor; replay skips the "
+            f"region.\n"
             f"To fix: call the checkpoint again, the path is known now; or work on a .clone() inside the region."
         )
     for index, output in enumerate(tape.inputs):
