@@ -166,3 +166,39 @@ class TestRunningStatistics:
                 output = call(t, mean, variance)
             results.append((output.detach(), *torch.autograd.grad((output * output).sum(), t), mean, variance))
         torch.testing.assert_close(results[1], results[0])
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize(
+    "copied",
+    [torch.clone, lambda b: torch.cat([b]), lambda b: b.repeat(1), lambda b: b**1, lambda b: F.pad(b, (0, 0))],
+)
+@pytest.mark.parametrize("saved", [False, True])
+def test_p1_copy_of_a_buffer_that_changes_later(x: Tensor, copied: Any, saved: bool, backend: str) -> None:
+    """Inductor takes copies out, and what reads the copy then reads the buffer."""
+
+    def body(t: Tensor, buffer: Tensor) -> Tensor:
+        old = remat.region(copied, "copied", recompute=not saved)(buffer)
+        buffer.add_(t.detach().mean(0))
+        return torch.exp(torch.sin(t) + old)
+
+    call = torch.compile(lambda t, b: remat.checkpoint(region_name="b")(body)(t, b), backend=backend)
+    results = []
+    for function in (body, call):
+        buffer = torch.linspace(0, 1, 6, dtype=torch.float64)
+        output = function(x, buffer)
+        results.append((output.detach(), *torch.autograd.grad(output.sum(), x), buffer))
+    torch.testing.assert_close(results[1], results[0])
+
+
+def test_p1_save_output_next_to_a_number_that_the_graph_computes(x: Tensor) -> None:
+    """Whether such a number is one is nothing that may be asked."""
+
+    def body(t: Tensor, n: Tensor) -> Tensor:
+        return torch.tanh(remat.region(torch.exp, "e", recompute=False)(t) * n.sum().item())
+
+    n = torch.tensor([1.0, 2.0])
+    (expected,) = torch.autograd.grad(body(x, n).sum(), x)
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        call = torch.compile(lambda t, n: remat.checkpoint(region_name="b")(body)(t, n), fullgraph=True)
+        torch.testing.assert_close(torch.autograd.grad(call(x, n).sum(), x)[0], expected)

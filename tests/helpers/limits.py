@@ -109,11 +109,6 @@ LIMITS: dict[str, tuple[str, ...]] = {
     "Dynamo gives up a function in which an error is raised while it traces it in replay; a retry is refused": (
         "TestP4Doors::test_p4_retry_after_failed_replay",
     ),
-    "a list that grows in every pass is compiled anew in every pass; past Dynamo's limit one replay is refused": (
-        "TestP8Containers::test_p8_out_of_a_region[return type-False]",
-        "TestP8Containers::test_p8_out_of_a_region[dataclass with mask-False]",
-        "TestP8Containers::test_p8_out_of_a_region[mixed dtypes-False]",
-    ),
     "Dynamo traces no deeper than Python's recursion limit: sixty regions inside each other": (
         "TestP1Bodies::test_p1_many_regions_and_deep_nesting",
     ),
@@ -162,6 +157,10 @@ GONE_SINCE: dict[str, tuple[int, int]] = {
 """Reason -> the first version of torch without that limit, where its tests have to pass."""
 
 REPLAY: dict[str, tuple[str, ...]] = {
+    "SAVE regions change in place what they captured, and replay skips them: a graph skips nothing": (
+        "TestP1PoliciesThatChange",
+        "TestP1WritesBesideAnArgument",
+    ),
     "replay meets another body than forward did: a graph has no replay that could": ("TestDrift",),
     "random numbers that replay would draw anew are refused: a graph keeps them, or draws the same again": (
         "TestP1RandomNumbers::test_p1_refused_without_a_hook",
