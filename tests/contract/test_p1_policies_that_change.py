@@ -101,6 +101,32 @@ class TestP1WritesBesideAnArgument:
             with pytest.raises(ModifiedError, match="modifies in place a tensor that it captured"):
                 engine.checkpoint(body)(x)
 
+    @pytest.mark.parametrize("later", [False, True])
+    def test_p1_changed_argument_whose_detached_self_comes_back(
+        self, engine: EagerEngine, x: Tensor, later: bool
+    ) -> None:
+        """Right, unless the memory changes once more: it would change in one of the two only."""
+
+        def body(t: Tensor) -> Tensor:
+            h = t * 2
+
+            def change(u: Tensor) -> Tensor:
+                with torch.no_grad():
+                    u.mul_(1.25)
+                return u.detach()
+
+            d = remat.region(change, "change", recompute=False)(h)
+            if later:
+                d.sin_()
+            return torch.exp(h * 0.1) * torch.exp(d)
+
+        if not later:
+            compare(body, [x], engine=engine)
+            return
+        for _ in range(2):
+            with pytest.raises(ModifiedError, match="modified in place afterwards"):
+                engine.checkpoint(body)(x)
+
     @pytest.mark.parametrize("part", [lambda h: h, lambda h: h[1:], lambda h: h.t()])
     def test_p1_lists_of_tensors(self, engine: EagerEngine, x: Tensor, part: Callable[[Tensor], Tensor]) -> None:
         """Torch does not count their changes where the first call is looked at."""

@@ -242,13 +242,18 @@ class BodyGraph:
             if before is None:
                 node = self.add(OUTPUT, (), (region, position))
                 self.own(leaf, node, overwrite=True)
-            elif persisted and (self.nodes[before].kind != OUTPUT or self.nodes[before].detail[0] != region):
+            elif persisted and not self._returned_by(before, region):
                 node = self.add(OUTPUT, (), (region, position))
                 self._aliases.append(_Alias(node, key, before))
             else:
                 continue
             if leaf.grad_fn is not None:
                 self.makers[leaf.grad_fn.name(), leaf.grad_fn._sequence_nr(), leaf.output_nr] = node
+
+    def _returned_by(self, node: int, region: int) -> bool:
+        """Whether ``node`` is what the region returns, and not an argument that it has changed."""
+        kind, _, detail = self.nodes[node]
+        return kind == OUTPUT and detail[0] == region and detail[1] >= 0
 
     def region_starts(self) -> None:
         """A SAVE region starts."""
