@@ -327,9 +327,7 @@ def _takes_the_place_of_what_is_kept(operation: Any, args: Any) -> bool:
         if isinstance(other, torch.Tensor):
             nothing = _is_constant(_node_of(other))
         else:
-            nothing = (
-                type(other) in (int, float) and other == neutral
-            )  # a number that the graph computes is no constant
+            nothing = type(other) in (int, float) and other == neutral  # one that the graph computes must not be asked
         if nothing:
             return True
     return False

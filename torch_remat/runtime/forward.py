@@ -210,7 +210,7 @@ class ForwardFrame(Frame):
     def deviated(self) -> None:
         """No plan fits this call: keep what was dropped so far and is still alive."""
         self.plans = []
-        self.lost = self.captures
+        self.lost = self.lost or self.captures
         for record in self.tape.order:
             for index, reference, version in record.dropped:
                 tensor = reference()

@@ -417,7 +417,8 @@ def output_modified(tape: Tape, record: Region) -> ModifiedError:
 def _written_in_lists(func: Any, args: Any) -> list[Tensor]:
     if not any(isinstance(one, (list, tuple)) for one in args):
         return []
-    return written_by(func, [one if isinstance(one, (list, tuple)) else None for one in args], {})
+    written = written_by(func, [one if isinstance(one, (list, tuple)) else None for one in args], {})
+    return [tensor for tensor in written if not torch.is_inference(tensor)]  # those have no counter
 
 
 _Span = tuple[int, int] | None
