@@ -19,7 +19,7 @@ from torch_remat.runtime import events
 from torch_remat.runtime.backward import Trigger, unpacker
 from torch_remat.runtime.bitwise import BitwiseCheck
 from torch_remat.runtime.body_key import body_key
-from torch_remat.runtime.captured import captured
+from torch_remat.runtime.captured import captured_by_call
 from torch_remat.runtime.dynamo import eager_only, tracing
 from torch_remat.runtime.forward import ForwardFrame, run_forward
 from torch_remat.runtime.frame import current_frame, scopes
@@ -227,7 +227,7 @@ def _call(options: _Options, function: Callable[..., Any], args: tuple[Any, ...]
         tape.states = [hook.snapshot() for hook in options.hooks]
     if _sequence_nr is not None:
         tape.first_sequence_nr = _sequence_nr()
-    tape.captured = captured(function)
+    tape.captured = captured_by_call(function, leaves)
     frame_type = ForwardFrame if outer is None else outer.checkpoint_frame
     frame = frame_type(tape, tape.key, leaves, pair, options.check, unpacker(tape))
     try:

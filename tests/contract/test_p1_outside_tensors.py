@@ -95,6 +95,23 @@ class TestP1AttributesOfModules:
         module = Masked()
         refused(module, x, lambda: change(module), r"mask|tables\['a'\]\[0\]|inner\.shift")
 
+    @pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD])
+    def test_p1_a_fused_step_before_backward(self, x: Tensor, optimizer: Callable[..., torch.optim.Optimizer]) -> None:
+        """Fused kernels move no version counter."""
+        module, other = torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)
+        parameters = [module.weight, other.weight]
+        steps = [optimizer([parameter], lr=0.1, fused=True) for parameter in parameters]
+        for parameter in (*parameters, module.bias):
+            parameter.grad = torch.ones_like(parameter)
+
+        def body(t: Tensor) -> Tensor:
+            return torch.exp(torch.sin(module(t)))
+
+        refused(body, x.float(), steps[0].step, "module.weight")
+        output = remat.checkpoint(region_name="c")(body)(x.float())
+        steps[1].step()  # of parameters that the body does not read
+        output.sum().backward()
+
     def test_p1_a_mask_for_each_microbatch(self, x: Tensor) -> None:
         module = Masked()
         checkpointed = remat.checkpoint(region_name="c")(module)

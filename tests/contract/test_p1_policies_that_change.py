@@ -61,10 +61,22 @@ def _two_in_one_memory(t: Tensor, region: Region, saved: bool) -> Tensor:
     return torch.exp(v * 0.1) + torch.exp(h * 0.1)
 
 
+def _read_between_two_changes(t: Tensor, region: Region, saved: bool) -> Tensor:
+    def more(u: Tensor) -> None:
+        with torch.no_grad():
+            u.add_(1)
+
+    h = region(lambda u: u * 2, "make", True)(t)
+    region(more, "one", True)(h)
+    between = h * 2
+    region(more, "two", True)(h)
+    return region(lambda u: torch.exp(u * 0.1), "out", saved)(between)
+
+
 class TestP1PoliciesThatChange:
     """The numbers of plain code or our error, in every call."""
 
-    @pytest.mark.parametrize("body", [_captured, _one_after_the_other, _two_in_one_memory])
+    @pytest.mark.parametrize("body", [_captured, _one_after_the_other, _two_in_one_memory, _read_between_two_changes])
     @pytest.mark.parametrize("policies", [(True, False, False, True), (False, True, False, True)], ids=str)
     def test_p1_right_or_refused(
         self, engine: EagerEngine, body: Callable[..., Tensor], policies: tuple[bool, ...]
@@ -126,6 +138,17 @@ class TestP1WritesBesideAnArgument:
         for _ in range(2):
             with pytest.raises(ModifiedError, match="modified in place afterwards"):
                 engine.checkpoint(body)(x)
+
+    def test_p1_lists_of_tensors_that_have_no_counter(self, engine: EagerEngine, x: Tensor) -> None:
+        with torch.inference_mode():
+            counts = torch.zeros(3)
+
+        def body(t: Tensor) -> Tensor:
+            with torch.inference_mode():
+                remat.region(lambda: torch._foreach_add_([counts], 1.0), "count", recompute=False)()
+            return torch.exp(torch.sin(t))
+
+        compare(body, [x], engine=engine)
 
     @pytest.mark.parametrize("part", [lambda h: h, lambda h: h[1:], lambda h: h.t()])
     def test_p1_lists_of_tensors(self, engine: EagerEngine, x: Tensor, part: Callable[[Tensor], Tensor]) -> None:

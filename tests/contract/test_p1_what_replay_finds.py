@@ -63,6 +63,21 @@ class TestPositionsOfSaves:
 
         check(lambda wrap: grads(wrap(body)(x), x, w))
 
+    @pytest.mark.parametrize("view", [lambda t: t.view_as(t), lambda t: t[0], lambda t: t.t()])
+    def test_a_view_made_under_no_grad_of_an_argument_that_is_overwritten(self, view: Callable[..., Tensor]) -> None:
+        """It is no view of the argument for autograd: no gradient goes through it."""
+        x = leaf(2, 2)
+
+        def overwrite(t: Tensor) -> Tensor:
+            with torch.no_grad():
+                return view(t.copy_(torch.ones_like(t)))
+
+        def body(t: Tensor) -> Tensor:
+            w = saved(overwrite, "overwrite")(t * 2)
+            return torch.exp(w * w * t)
+
+        check(lambda wrap: grads(wrap(body)(x), x))
+
 
 class TestLeaves:
     """``is_leaf`` and ``grad_fn`` of what replay hands out are those of forward."""
@@ -119,12 +134,25 @@ class TestCapturedVariables:
         "default",
         "list",
         "assigned by its own code",
+        "argument",
+        "argument in a list",
+        "argument in a list with tensors",
+        "argument of a partial",
+        "partial among the arguments",
+        "partial of a module",
+        "partial that is a default",
     )
 
     @pytest.mark.parametrize("kind", KINDS)
     def test_a_loop_variable(self, kind: str) -> None:
         layers = [nn.Linear(3, 3, dtype=torch.float64) for _ in range(4)]
         x = leaf(2, 3)
+
+        class Scored(nn.Module):
+            def forward(self, t: Tensor, score: Callable[[Tensor], Tensor]) -> Tensor:
+                return torch.exp(torch.sin(score(t)))
+
+        scored = Scored()
 
         def program(wrap: Wrap) -> list[Tensor]:
             h, calls = x, 0
@@ -144,6 +172,8 @@ class TestCapturedVariables:
                     nonlocal calls
                     calls += 1
 
+                part = functools.partial(inner)
+
                 class Holder:
                     def run(self, t: Tensor) -> Tensor:
                         return scaled(t, 2.0)
@@ -157,10 +187,22 @@ class TestCapturedVariables:
                     "nested": lambda t: [torch.exp(layer(t)) * k for k in (1, 2)][1],
                     "default": lambda t, layer=layer: torch.exp(torch.sin(layer(t))),
                     "list": lambda t: torch.exp(torch.sin(layer(t))) * factors[0],
+                    "argument of a partial": functools.partial(lambda given, t: torch.exp(given(t)), inner),
+                    "partial of a module": functools.partial(scored, score=inner),
+                    "partial that is a default": lambda t, part=part: torch.exp(part(t)),
                     "assigned by its own code": lambda t: (bump(), torch.exp(torch.sin(layer(t))))[1],
                     "method": types.MethodType(lambda self, t: torch.exp(torch.sin(layer(t))), Holder()),
                 }
-                h = wrap(bodies[kind])(h)
+                if kind in bodies:
+                    h = wrap(bodies[kind])(h)
+                elif kind == "argument":
+                    h = wrap(scored)(h, score=inner)
+                elif kind == "argument in a list":
+                    h = wrap(lambda t, given: torch.exp(given["a"][0](t)))(h, {"a": [inner]})
+                elif kind == "argument in a list with tensors":
+                    h = wrap(lambda t, given: torch.exp(given[1](t) * given[0]))(h, [x, inner])
+                else:
+                    h = wrap(scored)(h, functools.partial(scaled, scale=1.5))
             return grads(h, x, *[parameter for layer in layers for parameter in layer.parameters()])
 
         check(program)

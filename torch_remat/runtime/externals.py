@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from torch_remat.errors import ModifiedError, display_name
+from torch_remat.runtime import fused_steps
 from torch_remat.runtime.paths import Getter, Root, joined, search
 from torch_remat.runtime.state_hooks import as_restored
 from torch_remat.runtime.tape import OutputKind, Tape, WeakStorage
@@ -38,6 +39,7 @@ __all__ = [
     "changed_again",
     "find",
     "locate",
+    "objects",
     "overwritten",
     "root_of",
     "unrestored",
@@ -48,7 +50,12 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 
 def root_of(tape: Tape) -> Root:
     """The root of the call that ``tape`` is of. It holds no more than the tape does."""
-    return Root(tape.function, [one.data if one.kind is OutputKind.OBJECT else None for one in tape.inputs])
+    return Root(tape.function, objects(tape))
+
+
+def objects(tape: Tape) -> list[Any]:
+    """The arguments of the call that ``tape`` is of, by leaf; None in place of tensors."""
+    return [one.data if one.kind is OutputKind.OBJECT else None for one in tape.inputs]
 
 
 class Entry(NamedTuple):
@@ -142,7 +149,7 @@ class Seen:
     tape it could be a cycle. Raises one of ``ABSENT`` where the holder leads to something else.
     """
 
-    __slots__ = ("_holder", "_start", "_tensors", "_weak", "gradients", "versions")
+    __slots__ = ("_holder", "_start", "_steps", "_tensors", "_weak", "gradients", "versions")
 
     def __init__(self, holder: Holder, root: Root) -> None:
         self._holder = holder
@@ -152,6 +159,7 @@ class Seen:
         self.gradients = [tensor.requires_grad for tensor in tensors]
         self._weak = any(one.requires_grad and not isinstance(one, torch.nn.Parameter) for one in tensors)
         self._tensors: list[Any] = [weakref.ref(tensor) for tensor in tensors] if self._weak else tensors
+        self._steps = fused_steps.count()
 
     def then(self) -> list[Any]:
         """The tensors of that call; None for one that is gone."""
@@ -173,6 +181,7 @@ class Seen:
         tensors = self._tensors
         if (
             not self._weak
+            and self._steps == fused_steps.count()
             and [one._version for one in tensors] == self.versions
             and [one.requires_grad for one in tensors] == self.gradients
             and all(map(operator.is_, tensors, self.now()))
@@ -186,7 +195,7 @@ class Seen:
             name = self.named(index)
             if tensor is None:
                 yield name, now
-            elif tensor._version != self.versions[index]:
+            elif tensor._version != self.versions[index] or fused_steps.is_written_since(self._steps, tensor):
                 yield name, tensor
             elif tensor.requires_grad is not self.gradients[index]:
                 yield f"{name}.requires_grad", tensor

@@ -25,7 +25,7 @@ _DEPTH = 3
 class Root:
     """Where all paths of one call start: the callable, and its arguments, None in place of tensors.
 
-    Replay puts the callable here that it runs, whose variables hold what they held in forward.
+    Replay puts here what it runs and passes, whose variables hold what they held in forward.
     """
 
     __slots__ = ("arguments", "function")

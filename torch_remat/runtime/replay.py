@@ -63,11 +63,11 @@ def replay(tape: Tape, unfilled: int) -> None:
 
 def _replay(tape: Tape, unfilled: int) -> None:
     frame = (ReplayFrame if tape.check is None else CheckedReplayFrame)(tape, unfilled)
-    function = tape.function if tape.captured is None else bound(tape.function, tape.captured)
+    function, objects = _as_captured(tape)
     if tape.root is not None:
-        tape.root.function = function
+        tape.root.function, tape.root.arguments = function, objects
     with with_torch_functions(tape.ambient):
-        args, kwargs = _inputs(tape, frame)
+        args, kwargs = _inputs(tape, frame, objects)
     guard = GeneratorGuard()
     outer = [hook.snapshot() for hook in tape.hooks]
     trained = [one.restore() for one in tape.trained]
@@ -215,8 +215,19 @@ def _run(frame: ReplayFrame, tape: Tape, function: Any, args: Any, kwargs: Any) 
         current_frame.reset(token)
 
 
-def _inputs(tape: Tape, frame: ReplayFrame) -> Any:
-    """The arguments for replay: the same leaves and objects, fresh aliases of other tensors, in new containers."""
+def _as_captured(tape: Tape) -> tuple[Any, list[Any]]:
+    """The body's function and the objects among its arguments, whose variables hold what they held in forward."""
+    objects = externals.objects(tape)
+    if tape.captured is None:
+        return tape.function, objects
+    own, arguments = tape.captured
+    for index, captured in arguments.items():
+        objects[index] = bound(objects[index], captured)
+    return tape.function if own is None else bound(tape.function, own), objects
+
+
+def _inputs(tape: Tape, frame: ReplayFrame, objects: list[Any]) -> Any:
+    """The arguments for replay: the same leaves and ``objects``, fresh aliases of other tensors, in new containers."""
     for seen in tape.externals if tape.fits else ():
         name = seen.changed()
         if name is not None:
@@ -224,7 +235,7 @@ def _inputs(tape: Tape, frame: ReplayFrame) -> Any:
     leaves: list[Any] = []
     for index, output in enumerate(tape.inputs):
         if output.kind is OutputKind.OBJECT:
-            leaves.append(output.data)
+            leaves.append(objects[index])
         elif output.kind is OutputKind.PLACEHOLDER:
             origin = Origin(display_name(tape.name), f"input {index}")
             leaves.append(stand_in(output.meta, origin))

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from torch_remat.errors import ModifiedError, RandomStateError, display_name
 from torch_remat.runtime import events, externals
-from torch_remat.runtime.captured import captured
+from torch_remat.runtime.captured import captured_by_call
 from torch_remat.runtime.compiled_code import is_compiled
 from torch_remat.runtime.generators import random_message
 from torch_remat.runtime.handed_on import HandedOn
@@ -57,7 +57,7 @@ def settle(frame: ForwardFrame, outputs: list[Any]) -> None:
         tape.externals = externals.locate(tape.root, externals.find(tape.root, lambda tensor: True))
     tape.to_end = tape.to_end or not early_stop_allowed()
     if tape.captured is not None:  # what the body's own calls assign is theirs to assign again
-        tape.captured = tape.captured.without(captured(tape.function))
+        tape.captured = tape.captured.without(captured_by_call(tape.function, frame.leaves))
     for record in tape.order:
         for output in record.outputs:
             if output.kind is OutputKind.PLACEHOLDER:

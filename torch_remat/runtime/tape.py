@@ -70,6 +70,12 @@ def set_version(tensor: Tensor, version: int) -> None:
 
 
 LEAF_GRADIENT, BASE_GRADIENT = 2, 3
+_creation = getattr(torch._C._autograd, "_get_creation_meta", None)
+_WITHOUT_GRADIENTS = None if _creation is None else torch._C._autograd.CreationMeta.NO_GRAD_MODE
+
+
+def _made_without_gradients(view: Tensor) -> bool:
+    return _creation is not None and _creation(view) == _WITHOUT_GRADIENTS
 
 
 def gradient_of(tensor: Tensor) -> int:
@@ -81,8 +87,10 @@ def gradient_of(tensor: Tensor) -> int:
         return False
     base = tensor._base
     if base is not None and tensor._version > 0:
-        return True  # asked for its node, a changed view makes a new one: backward would add up in another order
-    if not tensor.is_leaf:
+        # Asked for its node, a changed view makes a new one (backward would add up in another order), or is refused.
+        if not _made_without_gradients(tensor):
+            return True
+    elif not tensor.is_leaf:
         return True
     return LEAF_GRADIENT if base is None or not base.requires_grad else BASE_GRADIENT
 
