@@ -105,3 +105,16 @@ def test_an_eager_checkpoint_around_compiled_code_replays_that_code(x: Tensor) -
     assert [one.name for one in report.checkpoints] == ["b"]
     assert report.compared > 0
     assert ran == ["graph", "graph"]
+
+
+def test_a_checkpoint_runs_twice_whatever_else_is_compiled(x: Tensor) -> None:
+    """Forward and replay: there is no graph to look for."""
+    runs: list[int] = []
+
+    def body(t: Tensor) -> Tensor:
+        runs.append(1)
+        return t.sin().cos()
+
+    torch.compile(lambda t: t + 1, backend="eager")(x)
+    remat.verify_replay(remat.checkpoint(region_name="b")(body), x)
+    assert len(runs) == 2

@@ -61,6 +61,8 @@ def snippets_of(path: Path) -> list[Snippet]:
 def run(snippet: Snippet) -> tuple[str, bool]:
     """What `snippet` prints, an exception's last words included; whether it ended without one."""
     gc.collect()  # what an earlier snippet has left is not to be in this one's reports
+    if "torch._dynamo.eval_frame" in sys.modules:  # and what it has compiled is not to change what this one does
+        sys.modules["torch._dynamo"].reset()
     namespace = {"__name__": "example"}
     printed = io.StringIO()
     name = "example.py"

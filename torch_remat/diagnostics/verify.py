@@ -10,6 +10,7 @@ from typing import Any, ParamSpec
 
 from torch import Tensor
 
+from torch_remat.checkpoint import Checkpointed
 from torch_remat.diagnostics.graph import nodes_of
 from torch_remat.diagnostics.report import Report, count_of
 from torch_remat.diagnostics.roots import Root, as_body, check_call, in_eager_code, may_compile
@@ -73,7 +74,8 @@ def verify_replay(function: Callable[P, Any], /, *args: P.args, **kwargs: P.kwar
     Args:
         function: a checkpointed function; one that runs checkpoints (a whole model); or one that runs none, which then
             runs once more, as the body of a checkpoint. Checkpoints that are part of a graph of ``torch.compile`` have
-            no replay: where there are some, all of the function is run and compared as eager code, in a further run.
+            no replay: in a process that compiles, a function that is no checkpoint itself runs once more, as eager
+            code, and that run is compared where it meets more checkpoints.
         *args: what it is called with. Something must require a gradient, as in training.
         **kwargs: the same.
 
@@ -93,7 +95,7 @@ def verify_replay(function: Callable[P, Any], /, *args: P.args, **kwargs: P.kwar
     root = _Root()
     outputs = root.run(function, args, kwargs)
     setting: AbstractContextManager[Any] = nullcontext()
-    if may_compile(function):
+    if not isinstance(function, Checkpointed) and may_compile(function):
         eager = _Root()
         with in_eager_code():
             eager_outputs = eager.run(function, args, kwargs)

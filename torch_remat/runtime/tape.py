@@ -71,11 +71,10 @@ def set_version(tensor: Tensor, version: int) -> None:
 
 LEAF_GRADIENT, BASE_GRADIENT = 2, 3
 _creation = getattr(torch._C._autograd, "_get_creation_meta", None)
-_WITHOUT_GRADIENTS = None if _creation is None else torch._C._autograd.CreationMeta.NO_GRAD_MODE
 
 
 def _made_without_gradients(view: Tensor) -> bool:
-    return _creation is not None and _creation(view) == _WITHOUT_GRADIENTS
+    return view.is_leaf if _creation is None else _creation(view).name == "NO_GRAD_MODE"
 
 
 def gradient_of(tensor: Tensor) -> int:
