@@ -164,6 +164,15 @@ def test_the_phase_is_that_of_the_code_asking(x):
     assert phase() == "forward"
 
 
+def test_kept_bytes_of_a_step_whose_replay_meets_placeholders(x):
+    def body(t: Tensor) -> Tensor:
+        return remat.region(lambda u: u * 2, "double", recompute=False)(t) + torch.exp(torch.sin(t))
+
+    with KeptBytes() as kept:
+        remat.checkpoint()(body)(x * 1).sum().backward()
+    assert kept.bytes() == x.numel() * x.element_size()  # the gradient
+
+
 def test_kept_bytes_are_those_of_the_storages_alive(x):
     def body(t: Tensor) -> Tensor:
         return torch.exp(torch.tanh(torch.sin(t)))

@@ -25,6 +25,7 @@ from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves
 
 from torch_remat.errors import InvalidTypeError
 from torch_remat.runtime.frame import is_recomputing
+from torch_remat.runtime.placeholder import is_placeholder
 
 __all__ = [
     "Collective",
@@ -238,6 +239,8 @@ def _storages(tree: Any) -> list[Any]:
     pending = [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
     while pending:
         tensor = pending.pop()
+        if is_placeholder(tensor):
+            continue
         if is_traceable_wrapper_subclass(tensor):
             pending.extend(getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
         elif tensor.layout is torch.strided:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -112,6 +113,33 @@ class TestP1WritesBesideAnArgument:
         for _ in range(2):
             with pytest.raises(ModifiedError, match="modifies in place a tensor that it captured"):
                 engine.checkpoint(body)(x)
+
+    @pytest.mark.parametrize("kind", ["function", "method"])
+    def test_p1_captured_tensor_that_a_later_call_begins_to_change(
+        self, engine: EagerEngine, x: Tensor, kind: str
+    ) -> None:
+        counts = torch.zeros(())
+
+        def body(t: Tensor) -> Tensor:
+            h = t * 2
+
+            def shift(*_: Any) -> Tensor:
+                counts.add_(1)  # from outside: once, as without checkpoints
+                if counts > 2:
+                    h.add_(1)
+                return t.sum()
+
+            call = shift if kind == "function" else types.MethodType(shift, object())
+            total = remat.region(call, "shift", recompute=False)()
+            return torch.exp(h) * total
+
+        call = engine.checkpoint(body)
+        for _ in range(2):
+            call(x).sum().backward()
+        for message in ("which it did not do before", "recomputed code reads that tensor afterwards"):
+            with pytest.raises(ModifiedError, match=message):
+                call(x)
+        assert counts == 4
 
     @pytest.mark.parametrize("later", [False, True])
     def test_p1_changed_argument_whose_detached_self_comes_back(

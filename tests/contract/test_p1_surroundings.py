@@ -275,6 +275,27 @@ class TestP1Composition:
 
         same_or_refused(engine, step, must_work=True)
 
+    @pytest.mark.parametrize("before", [0, 1])
+    def test_p1_several_regions_in_a_torch_checkpoint(self, engine: EagerEngine, x: Tensor, before: int) -> None:
+        """It runs the checkpoint twice, and tells by position what is packed, in the first call of the body, too."""
+
+        def body(t: Tensor) -> Tensor:
+            h = remat.region(lambda u: torch.sin(u * 2), "one", recompute=False)(t)
+            h = remat.region(lambda u: torch.tanh(u * 3), "two", recompute=False)(torch.exp(h))
+            return torch.sin(h) * h
+
+        def step(wrap: Wrap) -> list[Any]:
+            leaf = x.detach().clone().requires_grad_()
+            call = wrap(body)
+            for _ in range(before):
+                call(leaf)
+            output = torch.utils.checkpoint.checkpoint(call, leaf * 1, use_reentrant=False)
+            call(leaf)
+            engine.backward([output.sum()])
+            return [output.detach(), leaf.grad]
+
+        same_or_refused(engine, step, must_work=True)
+
     @pytest.mark.parametrize("hooks", [False, True])
     @pytest.mark.parametrize("use_reentrant", [False, True])
     @pytest.mark.parametrize("policy", ["S", "R"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import textwrap
 import weakref
 from typing import Any
 
@@ -235,3 +236,33 @@ class TestP1KeysOfModules:
             gc.collect()
             assert reference() is None
         assert keys[0] == keys[1]
+
+
+def test_what_the_globals_of_a_body_hold_tells_bodies_apart() -> None:
+    """A script's functions, modules and flags are its globals."""
+    space: dict[str, Any] = {"torch": torch, "remat": remat, "flag": False, "module": nn.Linear(3, 3)}
+    exec("def helper(t): return t\ndef body(t): return module(helper(t)) if flag else t", space)
+    keys = [body_key(space["body"], [])]
+    for name, value in (("flag", True), ("module", nn.LayerNorm(3)), ("helper", lambda t: t * 2)):
+        space[name] = value
+        keys.append(body_key(space["body"], []))
+    space["module"].eval()
+    keys.append(body_key(space["body"], []))
+    assert len(set(keys)) == len(keys)
+    assert body_key(space["body"], []) == keys[-1]
+
+
+def test_a_global_flag_picks_what_is_read() -> None:
+    x = leaf(3)
+    space: dict[str, Any] = {"torch": torch, "save": save, "first": True}
+    code = """
+        def body(t):
+            one, two = save(torch.sin, "one")(t), save(torch.cos, "two")(t)
+            return torch.exp((one if first else two) * 2) + one + two
+    """
+    exec(textwrap.dedent(code), space)
+    for first in (True, False, True):
+        space["first"] = first
+        (expected,) = torch.autograd.grad(space["body"](x).sum(), x)  # outside of a checkpoint regions do nothing
+        (found,) = torch.autograd.grad(remat.checkpoint()(space["body"])(x).sum(), x)
+        assert torch.equal(found, expected)

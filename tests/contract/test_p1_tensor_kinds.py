@@ -94,6 +94,70 @@ def one_rank(tmp_path: Any) -> Any:
     dist.destroy_process_group()
 
 
+class Named(Tensor):
+    """A subclass that adds nothing."""
+
+
+class TestP1ChangedBySaveRegions:
+    """What a SAVE region leaves in its argument is what replay finds there, whatever kind of tensor that is."""
+
+    KINDS = ("plain", "dtensor", "two tensors", "jagged", "meta", "subclass")
+
+    @pytest.mark.parametrize("kind", KINDS)
+    @pytest.mark.parametrize("times", [1, 2, 3])
+    def test_p1_an_argument(self, engine: EagerEngine, one_rank: Any, kind: str, times: int) -> None:
+        ones = torch.linspace(0.1, 1, 4, dtype=torch.float64)
+        make: dict[str, Callable[[], Tensor]] = {
+            "plain": ones.clone,
+            "dtensor": lambda: DTensor.from_local(ones.clone(), one_rank, [Replicate()]),
+            "two tensors": lambda: TwoTensor(ones.clone(), ones.clone()),
+            "jagged": lambda: torch.nested.nested_tensor([ones[:1], ones[1:]], layout=torch.jagged),
+            "meta": lambda: torch.empty(4, device="meta"),
+            "subclass": lambda: ones.clone().as_subclass(Named),
+        }
+
+        def body(t: Tensor) -> Tensor:
+            h = t * 3
+            for index in range(times):
+                remat.region(lambda u: u.mul_(0.5), f"half{index}", recompute=False)(h)
+            return torch.exp(h)
+
+        def gradient(wrap: Callable[..., Any]) -> list[Tensor]:
+            leaf = make[kind]().detach().requires_grad_()
+            output = wrap(body)(leaf)
+            (output.values() if kind == "jagged" else output).sum().backward()
+            assert leaf.grad is not None
+            if kind == "dtensor":
+                return [leaf.grad.to_local()]  # type: ignore[attr-defined]
+            if kind == "two tensors":
+                return [leaf.grad.a, leaf.grad.b]  # type: ignore[attr-defined]
+            return [leaf.grad.values() if kind == "jagged" else leaf.grad]
+
+        expected = gradient(lambda function: function)
+        for _ in range(3):
+            found = gradient(engine.checkpoint)
+            if kind != "meta":
+                assert all(map(torch.equal, found, expected))
+
+    @pytest.mark.parametrize("part", [lambda t: t, lambda t: t[1:]], ids=["whole", "part"])
+    @pytest.mark.parametrize("kind", [Tensor, Named])
+    def test_p1_an_output_that_the_body_changes(
+        self, engine: EagerEngine, kind: type[Tensor], part: Callable[[Tensor], Tensor]
+    ) -> None:
+        def body(t: Tensor) -> Tensor:
+            h = remat.region(lambda u: u * 3, "make", recompute=False)(t)
+            part(h).mul_(0.5)
+            return torch.exp(h)
+
+        def gradient(wrap: Callable[..., Any]) -> Tensor:
+            leaf = torch.linspace(0.1, 1, 4).as_subclass(kind).requires_grad_()
+            return torch.autograd.grad(wrap(body)(leaf).sum(), leaf)[0]
+
+        expected = gradient(lambda function: function)
+        for _ in range(3):
+            assert torch.equal(gradient(engine.checkpoint), expected)
+
+
 class TestP1DTensor:
     """DTensor on one rank: types and placements as in eager, inputs dropped."""
 

@@ -248,3 +248,28 @@ class TestP5OneBlockAlive:
             kept = step()
             gc.collect()
             assert all(one.expired() for one in kept)
+
+    @pytest.mark.parametrize("retain_graph", [False, True])
+    def test_p5_a_backward_that_fails_keeps_nothing_alive(self, engine: EagerEngine, retain_graph: bool) -> None:
+        class Fails(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx: Any, t: Tensor) -> Tensor:
+                return t.clone()
+
+            @staticmethod
+            def backward(ctx: Any, gradient: Tensor) -> Tensor:
+                raise ArithmeticError
+
+        def body(t: Tensor) -> Tensor:
+            return torch.exp(torch.sin(Fails.apply(torch.exp(t))))
+
+        def step() -> StorageWeakRef:
+            x = torch.randn(4, 6, requires_grad=True) * 1
+            with pytest.raises(ArithmeticError):
+                remat.checkpoint()(body)(x).sum().backward(retain_graph=retain_graph)
+            return StorageWeakRef(x.untyped_storage())
+
+        for _ in range(2):
+            kept = step()
+            gc.collect()
+            assert kept.expired()

@@ -201,35 +201,38 @@ def _leaves_work(tape: Tape) -> bool:
 class _Handed:
     """Slots whose tensors the present node has been given; they are let go when another node asks, or the task ends.
 
-    A node may read its saved tensors more than once, so the first read cannot be the last use.
+    A node may read its saved tensors more than once, so the first read cannot be the last use. Nothing is held: the end
+    of a task that fails is not told.
     """
 
     def __init__(self) -> None:
         self._task = -1
-        self._node: Any = None
-        self._slots: list[Slot] = []
+        self._node = -1  # its number; another node of the same one only means that slots are let go later
+        self._slots: list[weakref.ref[Slot]] = []
 
     def add(self, slot: Slot) -> None:
         task = _graph_task_id()
         node = _current_node()
+        number = -1 if node is None else node._sequence_nr()
         if task != self._task:
             self.let_go()
             self._task = task
             torch.autograd.Variable._execution_engine.queue_callback(self.let_go)
-        elif node is not self._node:
+        elif number != self._node:
             self._drop()
-        self._node = node
-        self._slots.append(slot)
+        self._node = number
+        self._slots.append(weakref.ref(slot))
 
     def let_go(self) -> None:
         """Empty what was handed out."""
         self._drop()
-        self._task = -1
-        self._node = None
+        self._task = self._node = -1
 
     def _drop(self) -> None:
-        for slot in self._slots:
-            slot.tensor = None
+        for reference in self._slots:
+            slot = reference()
+            if slot is not None:
+                slot.tensor = None
         self._slots.clear()
 
 

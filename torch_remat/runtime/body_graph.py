@@ -214,8 +214,10 @@ class BodyGraph:
         detail = (region, -1 - argument)
         for key in storage_keys(tensor):
             before = self.writer.get(key)
-            replaced = before is not None and self.nodes[before].kind == OUTPUT and fills_its_memory(tensor)
-            # Replay writes the change into its own argument, which must have data for that.
+            # Replay writes the change into its own argument, which must have data for that: its maker's, or what the
+            # region returned that is the argument.
+            replaced = before is not None and (before in self.overwritten or self._is_result(before))
+            replaced = replaced and fills_its_memory(tensor)
             node = self.add(OUTPUT, () if before is None or replaced else (before,), detail)
             if before is not None and replaced:
                 self.overwritten[node] = before
@@ -242,7 +244,7 @@ class BodyGraph:
             if before is None:
                 node = self.add(OUTPUT, (), (region, position))
                 self.own(leaf, node, overwrite=True)
-            elif persisted and not self._returned_by(before, region):
+            elif persisted and not (self._is_result(before) and self.nodes[before].detail[0] == region):
                 node = self.add(OUTPUT, (), (region, position))
                 self._aliases.append(_Alias(node, key, before))
             else:
@@ -250,10 +252,9 @@ class BodyGraph:
             if leaf.grad_fn is not None:
                 self.makers[leaf.grad_fn.name(), leaf.grad_fn._sequence_nr(), leaf.output_nr] = node
 
-    def _returned_by(self, node: int, region: int) -> bool:
-        """Whether ``node`` is what the region returns, and not an argument that it has changed."""
-        kind, _, detail = self.nodes[node]
-        return kind == OUTPUT and detail[0] == region and detail[1] >= 0
+    def _is_result(self, node: int) -> bool:
+        """Whether ``node`` is what a region returned, and not an argument that it has changed."""
+        return self.nodes[node].kind == OUTPUT and self.nodes[node].detail[1] >= 0
 
     def region_starts(self) -> None:
         """A SAVE region starts."""
@@ -536,9 +537,9 @@ class BodyGraph:
                 name = self.tape.order[self.nodes[alias.node].detail[0]].name
                 raise ModifiedError(
                     f"Region {display_name(self.tape.name, name)} (recompute=False) returns a view of a tensor that it "
-                    f"captured, and that memory is modified in place afterwards; replay skips the region, and the "
-                    f"change would show in one of the two only.\n"
-                    f"To fix: pass the tensor to the region as an argument, or return a .clone() of the view."
+                    f"captured, or a view of an argument in another dtype or type, and that memory is modified in "
+                    f"place afterwards; replay skips the region, and the change would show in one of the two only.\n"
+                    f"To fix: return a .clone() of the view, or pass a captured tensor as an argument."
                 )
 
     def _check(self, needed: set[int], values: set[int], *, replaying: bool = False) -> None:

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from torch_remat.runtime.captured import looked_up
 from torch_remat.runtime.tree import Static
 
 __all__ = ["BodyKey", "Trained", "body_key"]
@@ -73,8 +74,33 @@ def body_key(function: Any, leaves: list[Any], *circumstances: Any, trained: lis
     ``trained`` gets the modules that the call leads to.
     """
     trained = [] if trained is None else trained
-    code, captured = _callable_key(function, _Look(trained))
+    look = _Look(trained)
+    code, captured = _callable_key(function, look)
+    found = _globals_key(function, look)
+    if found:
+        captured = captured, found
     return BodyKey(code, (captured, circumstances, tuple([_leaf_key(leaf, trained) for leaf in leaves])))
+
+
+def _globals_key(function: Any, look: _Look) -> tuple[Any, ...]:
+    """Which functions and modules, and which switches, the global variables hold that the function itself looks up."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    if type(function) is types.MethodType:
+        function = function.__func__
+    if type(function) is not types.FunctionType:
+        return ()
+    space = function.__globals__
+    return tuple([_global_key(space.get(name), look) for name in looked_up(function.__code__)[1]])
+
+
+def _global_key(value: Any, look: _Look) -> Any:
+    kind = type(value)
+    if kind in _SWITCHES:
+        return value
+    if kind is types.FunctionType:
+        return _callable_key(value, look)
+    return _value_key(value, look) if isinstance(value, torch.nn.Module) else kind
 
 
 def _leaf_key(leaf: Any, trained: list[Trained]) -> Any:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from torch_remat.runtime.tree import Static, unflatten
 
-__all__ = ["CapturedByCall", "bound", "captured_by_call"]
+__all__ = ["CapturedByCall", "bound", "captured_by_call", "looked_up"]
 
 _MISSING = object()
 _DEPTH = 4  # functions in the variables of functions
@@ -98,7 +98,7 @@ def captured(function: Any, depth: int = _DEPTH) -> Captured | None:
 
 def _variables(function: types.FunctionType) -> tuple[dict[int, Any], dict[str, Any]]:
     """The contents of its cells and globals."""
-    indices, names = _looked_up(function.__code__)
+    indices, names = looked_up(function.__code__)
     space = function.__globals__
     cells = {index: _content(function, index) for index in indices}
     return cells, {name: _noted(space.get(name, _MISSING)) for name in names}
@@ -206,7 +206,7 @@ def _noted(value: Any) -> Any:
 
 
 @functools.lru_cache(maxsize=4096)
-def _looked_up(code: types.CodeType) -> tuple[tuple[int, ...], tuple[str, ...]]:
+def looked_up(code: types.CodeType) -> tuple[tuple[int, ...], tuple[str, ...]]:
     """The cells and globals that ``code`` reads and that nothing in it assigns.
 
     No globals where it assigns one: it would do so in the copy of the namespace.

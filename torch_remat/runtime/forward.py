@@ -45,7 +45,7 @@ from torch_remat.runtime.observe import Observer
 from torch_remat.runtime.plan import Plan, Step, merged, registry, widened
 from torch_remat.runtime.region_outputs import SaveOutputs
 from torch_remat.runtime.region_saves import RegionSaves
-from torch_remat.runtime.region_writes import unobserved_writes
+from torch_remat.runtime.region_writes import CapturedVersions, unobserved_writes
 from torch_remat.runtime.settle import drop_unneeded, locate, persisted, plan_of, settle
 from torch_remat.runtime.state import SameOperations
 from torch_remat.runtime.state_hooks import snapshots
@@ -101,6 +101,9 @@ class ForwardFrame(Frame):
             None  # a SAVE region that changed what it captured, which the plan says nobody reads
         )
         self.known = registry.known(key)
+        if pair is not None and recomputes((pair.pack, pair.unpack)):
+            # It runs this call twice, and tells what is packed by its position: nothing may be learned in between.
+            self.known = self.known.unlearned()
         self.layouts = self.known.layouts
         self.plans: list[Plan] = []
         self.located: list[tuple[Plan, list[externals.Seen]]] = []
@@ -251,6 +254,7 @@ class ForwardFrame(Frame):
         hooked = pair is not None or observer is not None or (step is not None and step.rebuild) or not can_lift
         if hooked and not theirs:
             saves = RegionSaves(self, record, step, pair, arguments, versions)
+        captured: CapturedVersions | None = None
         if self.tape.reruns is not None:
             root = externals.Root(function, [])
             record.outside = externals.locate(root, externals.find(root, lambda tensor: True))
@@ -258,6 +262,7 @@ class ForwardFrame(Frame):
             observer.enter_region(record)
         elif step is not None:
             self.captures = record.name if step.captures else self.captures
+            captured = None if step.captures else CapturedVersions(function)
         else:
             function = unobserved_writes(self.tape, record.name, arguments, self.forget).around(function)
         if ours_on_top:
@@ -288,6 +293,8 @@ class ForwardFrame(Frame):
             if observer is not None:
                 observer.leave_region(record, [], arguments)
             raise
+        if captured is not None:
+            captured.check(self.tape, record.name, arguments, self.forget)
         outputs = SaveOutputs(self, record, step, pair, saves)
         self._note_effects(outputs, arguments, versions)
         leaves = outputs.add_result(result, arguments)

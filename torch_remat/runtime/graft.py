@@ -43,7 +43,11 @@ _neg = torch._C._VariableFunctions.neg
 
 
 def as_result(tensor: Tensor) -> Tensor:
-    """``tensor``, which must not require a gradient, as a tensor that does and is no leaf. The same object; no copy."""
+    """``tensor``, which must not require a gradient, as a tensor that does and is no leaf. No copy."""
+    kind: Any = type(tensor)
+    if kind is not Tensor and tensor._is_view() and kind.__torch_dispatch__ is Tensor.__torch_dispatch__:
+        # A plain subclass, which torch functions have made as a view that nobody may change.
+        tensor = Tensor._make_subclass(kind, tensor)
     _next.tensor = tensor
     try:
         if torch.is_grad_enabled():

@@ -166,6 +166,12 @@ class Known:
         self.unobserved: dict[Path, int] = {}
         self._taught: dict[Path, set[tuple[str, int, bool]]] = {}  # (region, leaf, whether as a copy)
 
+    def unlearned(self) -> Known:
+        """An entry for one call from which nothing is learned; only what has to be copied is known."""
+        entry = Known(trusted=False)
+        entry.clones = self.clones
+        return entry
+
     def wants_observing(self) -> bool:
         """Whether the next call should be observed: a path is unknown, and was not waited for in vain too often."""
         return self.trusted and (not self.plans or self.stays_observed > 0 or self._misses_a_path())

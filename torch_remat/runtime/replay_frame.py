@@ -47,7 +47,7 @@ from torch_remat.runtime.tape import (
 )
 from torch_remat.runtime.tensors import copied_as_one, laid_out, private_copy, together, views_like
 from torch_remat.runtime.tree import LEAF, flatten, unflatten
-from torch_remat.runtime.views import make
+from torch_remat.runtime.views import layout_of, make
 
 __all__ = ["CheckedReplayFrame", "ReplayFrame", "Stop", "stand_in", "taken"]
 
@@ -486,10 +486,8 @@ def _restore_version(tensor: Tensor, output: Output) -> None:
 
 
 def _is_same_memory(a: Tensor, b: Tensor) -> bool:
-    try:
-        return a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride()
-    except RuntimeError:  # a subclass without one memory of its own
-        return False
+    layout = layout_of(a)
+    return layout is not None and layout == layout_of(b)
 
 
 def stand_in(meta: Meta, origin: Origin) -> Tensor:
