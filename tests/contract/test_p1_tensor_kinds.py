@@ -101,7 +101,7 @@ class Named(Tensor):
 class TestP1ChangedBySaveRegions:
     """What a SAVE region leaves in its argument is what replay finds there, whatever kind of tensor that is."""
 
-    KINDS = ("plain", "dtensor", "two tensors", "jagged", "meta", "subclass")
+    KINDS = ("plain", "dtensor", "two tensors", "jagged", "meta")
 
     @pytest.mark.parametrize("kind", KINDS)
     @pytest.mark.parametrize("times", [1, 2, 3])
@@ -113,7 +113,6 @@ class TestP1ChangedBySaveRegions:
             "two tensors": lambda: TwoTensor(ones.clone(), ones.clone()),
             "jagged": lambda: torch.nested.nested_tensor([ones[:1], ones[1:]], layout=torch.jagged),
             "meta": lambda: torch.empty(4, device="meta"),
-            "subclass": lambda: ones.clone().as_subclass(Named),
         }
 
         def body(t: Tensor) -> Tensor:
@@ -141,12 +140,13 @@ class TestP1ChangedBySaveRegions:
 
     @pytest.mark.parametrize("part", [lambda t: t, lambda t: t[1:]], ids=["whole", "part"])
     @pytest.mark.parametrize("kind", [Tensor, Named])
-    def test_p1_an_output_that_the_body_changes(
-        self, engine: EagerEngine, kind: type[Tensor], part: Callable[[Tensor], Tensor]
-    ) -> None:
+    def test_p1_an_output_of_a_plain_subclass(self, kind: type[Tensor], part: Callable[[Tensor], Tensor]) -> None:
+        """AOTAutograd takes none, with or without checkpoints: eager code only."""
+
         def body(t: Tensor) -> Tensor:
             h = remat.region(lambda u: u * 3, "make", recompute=False)(t)
             part(h).mul_(0.5)
+            remat.region(lambda u: u.mul_(0.5), "half", recompute=False)(h)
             return torch.exp(h)
 
         def gradient(wrap: Callable[..., Any]) -> Tensor:
@@ -155,7 +155,7 @@ class TestP1ChangedBySaveRegions:
 
         expected = gradient(lambda function: function)
         for _ in range(3):
-            assert torch.equal(gradient(engine.checkpoint), expected)
+            assert torch.equal(gradient(remat.checkpoint()), expected)
 
 
 class TestP1DTensor:
