@@ -411,6 +411,28 @@ class TestP1ChangedInTheBody:
 
         compare(body, [x * 1], engine=engine, calls=calls)
 
+    @pytest.mark.parametrize("detached", [False, True])
+    @pytest.mark.parametrize("bare", [False, True])
+    @pytest.mark.parametrize("read", ["-", "0", "1", "01", "02", "12", "012"])
+    @pytest.mark.parametrize("make", ["S", "-"])
+    def test_p1_save_regions_change_one_tensor_in_turn(
+        self, engine: EagerEngine, x: Tensor, make: str, read: str, bare: bool, detached: bool
+    ) -> None:
+        """Replay needs some of the versions, and must not write an earlier one where forward left a later one."""
+
+        def body(t: Tensor) -> tuple[Tensor, Tensor]:
+            h = under(make, lambda u: (u * 1.5).detach() if detached else u * 1.5, "make")(t)
+            total = torch.zeros_like(t)
+            for index in range(3):
+                remat.region(lambda u: u.mul_(1.25), f"more{index}", recompute=False)(h)
+                if str(index) in read:
+                    total = total + torch.exp(h.detach() * 0.1) * t
+            if bare:
+                h.add_(1)
+            return torch.exp(h * 0.2) * t + total, h
+
+        compare(body, [x], engine=engine, calls=3)
+
     @pytest.mark.parametrize("policy", ["-", "S", "R"])
     def test_p1_save_of_an_op_changed_in_recomputed_code(self, engine: EagerEngine, x: Tensor, policy: str) -> None:
         """The rebuilt save aliases a tensor that later body code changes: eager refuses, so must replay."""

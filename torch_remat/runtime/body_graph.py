@@ -21,6 +21,7 @@ from torch import Tensor
 from torch_remat.errors import ModifiedError, display_name
 from torch_remat.runtime import externals
 from torch_remat.runtime.handed_on import Reading
+from torch_remat.runtime.overwritten import shells
 from torch_remat.runtime.plan import Plan, Step
 from torch_remat.runtime.state_hooks import carry_state
 from torch_remat.runtime.tape import OutputKind, Region, Slot, Tape, WeakStorage
@@ -301,12 +302,12 @@ class BodyGraph:
             if not alive and position >= 0:
                 continue  # what a region changed is kept all the same: another path after it may read it
             keep.setdefault(region_index, set()).add(position)
-        shells = self._shells(needed, keep)
+        overwritten = shells(self, needed, keep)
         readers = {
             self.nodes[node].detail: label for node, label in self.readers.items() if self.nodes[node].kind == OUTPUT
         }
         steps = tuple(
-            self._step(index, region, keep.get(index, set()), shells.get(index, set()), readers)
+            self._step(index, region, keep.get(index, set()), overwritten.get(index, set()), readers)
             for index, region in enumerate(self.tape.order)
         )
         wanted = {self.nodes[node].detail for node in needed if self.nodes[node].kind == EXTERNAL}
@@ -397,26 +398,10 @@ class BodyGraph:
             if self.reads_old(one):
                 raise externals.changed_again(self.tape.name, one.name)
 
-    def _shells(self, needed: set[int], keep: dict[int, set[int]]) -> dict[int, set[int]]:
-        """Outputs that nobody reads before another SAVE region overwrites them, where that region's version is needed.
-
-        Replay must have a tensor to write into. They share memory with the later version: keeping them is free.
-        """
-        shells: dict[int, set[int]] = {}
-        for after in sorted(self.overwritten, reverse=True):
-            before = self.overwritten[after]
-            if self.nodes[after].detail[1] in keep.get(self.nodes[after].detail[0], ()) and before not in needed:
-                region_index, position = self.nodes[before].detail
-                sharing = self._with_siblings(region_index, self.tape.order[region_index], {position})
-                keep.setdefault(region_index, set()).update(sharing)
-                if len(sharing) == 1:  # otherwise the part that is not overwritten may be read through another one
-                    shells.setdefault(region_index, set()).add(position)
-        return shells
-
     def _step(
         self, index: int, region: Region, keep: set[int], shells: set[int], readers: dict[tuple[int, int], str]
     ) -> Step:
-        shared = self._with_siblings(index, region, keep)
+        shared = self.with_siblings(index, region, keep)
         changed = dict(region.changed)
         return Step(
             region.name,
@@ -437,7 +422,7 @@ class BodyGraph:
             any(node.kind == STALE and node.detail == region.name for node in self.nodes),
         )
 
-    def _with_siblings(self, index: int, region: Region, keep: set[int]) -> set[int]:
+    def with_siblings(self, index: int, region: Region, keep: set[int]) -> set[int]:
         """``keep`` and the outputs on the same storages, which cost nothing more."""
         wanted = {position for position in keep if position >= 0}
         kept = set().union(*[self.output_keys.get((index, position), ()) for position in wanted])

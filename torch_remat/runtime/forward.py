@@ -201,13 +201,19 @@ class ForwardFrame(Frame):
         rare = self.known.rare.get(record.name) if self.known.rare else None
         return step if rare is None else widened(step, rare)
 
-    def _narrow(self, given: Any) -> None:
-        """A SAVE region has returned: where it handed back other arguments than a plan says, that plan fits no more."""
+    def _narrow(self, record: Region) -> None:
+        """A SAVE region has returned: a plan fits no more that says that it does something else with its arguments.
+
+        That is, hands back others, or changes one which it did not change: what is read may be what it would have
+        overwritten.
+        """
         index = len(self.tape.order) - 1
-        fitting = [plan for plan in self.plans if plan.steps[index].given == given]
-        if len(fitting) < len(self.plans):
-            self.plans = fitting
-            if not fitting:
+        changed = {leaf for leaf, *_ in (*record.changed, *record.dropped)}
+        steps = [plan.steps[index] for plan in self.plans]
+        fits = [step.given == record.given and step.changed <= changed for step in steps]
+        if not all(fits):
+            self.plans = [plan for plan, one in zip(self.plans, fits, strict=True) if one]
+            if not self.plans:
                 self.deviated()
 
     def deviated(self) -> None:
@@ -299,7 +305,7 @@ class ForwardFrame(Frame):
         self._note_effects(outputs, arguments, versions)
         leaves = outputs.add_result(result, arguments)
         if self.plans:
-            self._narrow(record.given)
+            self._narrow(record)
         if self.plans and self.known.compiled:
             # The code that reads them may be compiled again in this very call, and save what it did not save before.
             self.held.append(leaves)
