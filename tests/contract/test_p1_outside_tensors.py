@@ -459,3 +459,78 @@ class TestP1HandedOnBesideTheOutputs:
             assert [one() for one in stored] == [None] * 4
         finally:
             gc.enable()
+
+
+class TestP1RunningStatistics:
+    """A batch norm updates them and tells nobody: its schema does not say so, and no version counter moves."""
+
+    @pytest.fixture(name="x")
+    def fixture_x(self) -> Tensor:
+        """A batch."""
+        return torch.linspace(-1, 2, 12, dtype=torch.float64).reshape(4, 3).requires_grad_()
+
+    @pytest.mark.parametrize("times", [1, 2])
+    def test_p1_of_recomputed_norms_that_nobody_else_reads(self, x: Tensor, times: int) -> None:
+        norm = torch.nn.BatchNorm1d(3, dtype=torch.float64)
+
+        def body(t: Tensor) -> Tensor:
+            for _ in range(times):
+                t = norm(torch.sin(t))
+            return torch.exp(t)
+
+        same(body, x)
+
+    @pytest.mark.parametrize(
+        "read",
+        [
+            pytest.param(lambda norm, t: norm(t).exp().cos() * norm.running_mean, id="saved afterwards"),
+            pytest.param(lambda norm, t: norm(t).exp() * norm.running_mean.cos(), id="read afterwards"),
+            pytest.param(lambda norm, t: t * norm.running_mean * norm(t).exp(), id="saved before"),
+            pytest.param(lambda norm, t: t * norm.running_mean.cos() * norm(t).exp(), id="read before"),
+        ],
+    )
+    def test_p1_read_beside_the_norm(self, x: Tensor, read: Callable[..., Tensor]) -> None:
+        norm = torch.nn.BatchNorm1d(3, dtype=torch.float64)
+        for _ in range(2):
+            with pytest.raises(ModifiedError, match="reads it, too"):
+                remat.checkpoint(region_name="c")(lambda t: read(norm, t))(x)
+
+    def test_p1_read_after_a_norm_in_a_save_region(self, x: Tensor) -> None:
+        def step(wrap: Callable[..., Any]) -> list[Tensor]:
+            norm = torch.nn.BatchNorm1d(3, dtype=torch.float64)
+
+            def body(t: Tensor) -> Tensor:
+                return remat.region(norm, "norm", recompute=False)(torch.sin(t)).exp() * norm.running_mean.cos()
+
+            return [torch.autograd.grad(wrap(body)(x).sum(), x)[0] for _ in range(3)]
+
+        assert all(map(torch.equal, step(remat.checkpoint(region_name="c")), step(lambda body: body)))
+
+
+class TestP1WhatIsAlive:
+    """A term that the first call drops: what it reads is of no interest there, and is later."""
+
+    def test_p1_a_term_that_a_number_turns_on(self, x: Tensor) -> None:
+        class Block(torch.nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.mask = tensor()
+                self.step = 0
+
+            def forward(self, t: Tensor) -> Tensor:
+                term = torch.sin(t * self.mask)
+                result = torch.exp(t)
+                return result + term if self.step > 1 else result
+
+        module = Block()
+        checkpointed = remat.checkpoint(region_name="c")(module)
+        for module.step in range(4):
+            expected = torch.autograd.grad(module(x).sum(), x)[0]
+            output = checkpointed(x)
+            mask, module.mask = module.mask, tensor()
+            if module.step > 1:
+                with pytest.raises(ModifiedError, match="mask"):
+                    output.sum().backward()
+                module.mask = mask
+                output = checkpointed(x)
+            assert torch.equal(torch.autograd.grad(output.sum(), x)[0], expected)

@@ -266,3 +266,19 @@ def test_a_global_flag_picks_what_is_read() -> None:
         (expected,) = torch.autograd.grad(space["body"](x).sum(), x)  # outside of a checkpoint regions do nothing
         (found,) = torch.autograd.grad(remat.checkpoint()(space["body"])(x).sum(), x)
         assert torch.equal(found, expected)
+
+
+def test_a_term_that_is_off_while_its_weight_is_zero() -> None:
+    x = leaf(3)
+
+    def body(t: Tensor, weight: float) -> Tensor:
+        h = save(lambda u: u * 3, "make")(t)
+        read = (h if weight > 0 else t) * 2
+        save(lambda u: u.add_(1), "shift")(h)
+        return torch.exp(h * 0.1) + torch.sin(read)
+
+    for weight in (0.0, 0.5, 0.25, 0.0):
+        (expected,) = torch.autograd.grad(body(x, weight).sum(), x)
+        (found,) = torch.autograd.grad(remat.checkpoint()(body)(x, weight).sum(), x)
+        assert torch.equal(found, expected)
+    assert body_key(body, [x, 0.5]) == body_key(body, [x, 0.25]) != body_key(body, [x, -0.5])

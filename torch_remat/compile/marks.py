@@ -327,17 +327,20 @@ def _takes_the_place_of_what_is_kept(operation: Any, args: Any) -> bool:
         if isinstance(other, torch.Tensor):
             nothing = _is_constant(_node_of(other))
         else:
-            nothing = type(other) in (int, float) and other == neutral  # one that the graph computes must not be asked
+            nothing = (
+                type(other) in (int, float, bool) and other == neutral
+            )  # one that the graph computes must not be asked
         if nothing:
             return True
     return False
 
 
 def _is_constant(node: torch.fx.Node | None) -> bool:
-    """Whether no input of the graph is in ``node``."""
+    """Whether no input of the graph is in ``node``, but for sizes."""
     nodes = [] if node is None else [node]
     while nodes and nodes[-1].op in ("call_function", "get_attr"):
-        nodes += nodes.pop().all_input_nodes
+        inputs = nodes.pop().all_input_nodes
+        nodes += [one for one in inputs if isinstance(one.meta.get("val"), torch.Tensor)]
     return node is not None and not nodes
 
 

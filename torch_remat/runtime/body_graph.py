@@ -88,6 +88,9 @@ def _keys_in(slot: Slot) -> list[int]:
     return [] if slot.tensor is None else storage_keys(slot.tensor)
 
 
+_UNCOUNTED = -1  # version of a tensor that is changed without a count
+
+
 class BodyGraph:
     """Filled by :class:`~torch_remat.runtime.observe.Observer` while the body runs."""
 
@@ -116,6 +119,7 @@ class BodyGraph:
         self.handed_on: list[int] = []  # storages that SAVE regions made and did not return, and that replay reads
         self.out_of_reach = False  # to one of them no path leads
         self._events: list[_Event] = []
+        self._told = 0  # how many of them there were at the last operation
         self._aliases: list[_Alias] = []
         self._spans: list[tuple[int, int]] = []  # autograd sequence numbers of SAVE regions
         self._weak: dict[int, WeakStorage] = {}
@@ -128,6 +132,7 @@ class BodyGraph:
     def add(self, kind: int, reads: tuple[int, ...], detail: Any) -> int:
         """Append a node; returns its index."""
         self.nodes.append(Node(kind, reads, detail))
+        self._told = len(self._events) if kind == OP else self._told
         return len(self.nodes) - 1
 
     def own(self, tensor: Tensor, node: int, *, overwrite: bool) -> None:
@@ -173,6 +178,13 @@ class BodyGraph:
             node = None if key is None else self.source(key)
             self._events.append(_Event(slot, node, position, key, _number()))
 
+    def saved_unread(self, keys: set[int]) -> None:
+        """The operation about to be recorded has saved these storages for its backward, which will not read them."""
+        for index in range(self._told, len(self._events)):
+            event = self._events[index]
+            if event.storage in keys:
+                self._events[index] = event._replace(node=None, storage=None)
+
     def is_saved(self, key: int) -> bool:
         """Whether a living slot of recomputed code lies in the storage."""
         return any(event.storage == key and event.slot() is not None for event in self._events)
@@ -193,12 +205,12 @@ class BodyGraph:
             self.nodes[node].detail.append(index)  # chunks of one tensor, say: read one, keep all, at no cost
         self.own(leaf, self.add(INPUT, (), [index]), overwrite=False)
 
-    def external_write(self, key: int, tensor: Tensor, where: str) -> None:
+    def external_write(self, key: int, tensor: Tensor, where: str, *, counted: bool) -> None:
         """Recomputed code is about to modify ``tensor``; of interest if it was there before the body."""
         node = self.writer.get(key)
         if key not in self.external_writes and (node is None or self.nodes[node].kind == EXTERNAL):
             try:
-                self.external_writes[key] = (tensor, tensor._version, where)
+                self.external_writes[key] = (tensor, tensor._version if counted else _UNCOUNTED, where)
             except RuntimeError:  # an inference tensor
                 return
 
@@ -323,6 +335,7 @@ class BodyGraph:
         return Plan(
             steps,
             slots,
+            dead=frozenset(place for place, slot in enumerate(self.tape.slots) if slot() is None),
             inputs=frozenset(inputs),
             to_end=to_end,
             random=self.random,
@@ -559,6 +572,8 @@ class BodyGraph:
             writers = {node for node, written in self.writes if written == key}
             states = {*writers, *(node for node in values if self.nodes[node] == (EXTERNAL, (), key))}
             read = any(node not in writers and not states.isdisjoint(self.nodes[node].reads) for node in values)
+            if version == _UNCOUNTED:  # or saved as it is, which version counters tell of others
+                read = read or any(event.node in states and event.slot() is not None for event in self._events)
             if read and tensor._version != version:
                 lost[key] = ModifiedError(
                     f"Recomputed code of checkpoint {display_name(self.tape.name)} modifies a tensor from outside in "

@@ -118,9 +118,12 @@ def _number_key(kind: type, number: Any) -> Any:
     """A number among the arguments.
 
     A small integer picks a layer, an item, a branch, and the body then reads something else. Others are positions,
-    steps or amounts, new in every call. (A step is new 255 times, too: one observed call each.)
+    steps or amounts, new in every call. (A step is new 255 times, too: one observed call each.) Of an amount the sign
+    counts: a term of a sum, or a branch, that is off while its weight is 0.
     """
-    return (int, number) if kind is int and -_SMALL < number < _SMALL else kind
+    if kind is int and -_SMALL < number < _SMALL:
+        return int, number
+    return (float, (number > 0) - (number < 0)) if kind is float else kind
 
 
 def _callable_key(function: Any, look: _Look) -> tuple[Any, Any]:

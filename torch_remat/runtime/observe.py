@@ -33,6 +33,7 @@ from torch_remat.runtime.tensors import (
     fills_its_memory,
     private_copies,
     share_alike,
+    statistics_of,
     storage_keys,
     tensors_in,
     together,
@@ -229,10 +230,14 @@ class Observer(TorchDispatchMode):
         made = self._fresh_outs(func, args, kwargs) if written else frozenset()
         if made:
             written = [tensor for tensor in written if not made.issuperset(storage_keys(tensor))]
+        updated = statistics_of(func, args)
         if written:
             self._before_write(written, str(func))
+        if updated:
+            self.graph.saved_unread({key for tensor in updated for key in storage_keys(tensor)})
+            self._before_write(updated, str(func), counted=False)
         if self._in_region is not None:
-            for tensor in written:
+            for tensor in (*written, *updated):
                 for key in storage_keys(tensor):
                     self._region_writes.setdefault(key, []).append(_span(tensor))
             given = {key for tensor in tensors_in((args, kwargs)) for key in storage_keys(tensor)}
@@ -249,6 +254,10 @@ class Observer(TorchDispatchMode):
         else:
             result = func(*args, **kwargs)
         read_keys = [key for tensor in tensors_in((args, kwargs)) for key in storage_keys(tensor) if key not in made]
+        if updated:  # by an operation of its own: the norm itself does not read them
+            self._record(func, schema, tags, read_keys, updated, ())
+            updated_keys = {key for tensor in updated for key in storage_keys(tensor)}
+            read_keys = [key for key in read_keys if key not in updated_keys]
         self._record(func, schema, tags, read_keys, written, result)
         return result
 
@@ -317,14 +326,17 @@ class Observer(TorchDispatchMode):
                 f"{source}."
             )
 
-    def _before_write(self, written: list[Tensor], name: str) -> None:
-        """Copy persisted outputs that are about to be modified; remember writes to what the body did not make."""
+    def _before_write(self, written: list[Tensor], name: str, *, counted: bool = True) -> None:
+        """Copy persisted outputs that are about to be modified; remember writes to what the body did not make.
+
+        With ``counted`` version counters will tell whether there was something to write.
+        """
         for tensor in written:
             for key in storage_keys(tensor):
                 if key in self._origins:
                     self._copy_apart(self._origins.pop(key))
                 if self._in_region is None:
-                    self.graph.external_write(key, tensor, f"{name} at {user_line()}")
+                    self.graph.external_write(key, tensor, f"{name} at {user_line()}", counted=counted)
 
     def _copy_apart(self, origins: list[tuple[int, Output]]) -> None:
         """Outputs of one region that share memory do so in the copies, too."""

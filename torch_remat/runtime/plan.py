@@ -87,6 +87,8 @@ class Plan:
 
     steps: tuple[Step, ...]
     slots: int
+    dead: frozenset[int] = frozenset()
+    """Saves that nothing led to any more when forward had ended: what they are made from was not looked at."""
     inputs: frozenset[int] = frozenset()
     """Leaves of the arguments that replay reads."""
     to_end: bool = False

@@ -125,7 +125,7 @@ def plan_of(frame: ForwardFrame, outputs: list[Any]) -> Plan | None:
         return plan
     count, regions = len(frame.slots), len(tape.order)
     for plan in frame.plans:
-        if plan.slots == count and len(plan.steps) == regions:
+        if plan.slots == count and len(plan.steps) == regions and all(frame.slots[one]() is None for one in plan.dead):
             if len(frame.known.plans) > 1 or frame.known.rare:  # some may be kept for another path
                 for record, step in zip(tape.order, plan.steps, strict=True):
                     frame.drop_unneeded(record, step)

@@ -21,6 +21,7 @@ __all__ = [
     "private_copy",
     "share_alike",
     "storage_keys",
+    "statistics_of",
     "storages_of",
     "tensors_in",
     "together",
@@ -154,6 +155,19 @@ def laid_out(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
             source = source.narrow(dimension, 0, 1)
     copy = torch.empty_strided(source.shape, stride, dtype=tensor.dtype, device=tensor.device).copy_(source)
     return copy if source is tensor else copy.as_strided(tensor.shape, stride)
+
+
+_aten = torch.ops.aten
+_NORMS = frozenset(
+    getattr(_aten, name).default for name in ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm")
+)
+
+
+def statistics_of(func: Any, args: Any) -> list[Tensor]:
+    """The running statistics that ``func`` updates where it is a batch norm in training: its schema does not say so."""
+    if func not in _NORMS or len(args) < 6 or not args[5]:
+        return []
+    return [one for one in args[3:5] if isinstance(one, Tensor)]
 
 
 def written_by(func: Any, args: Any, kwargs: dict[str, Any], *, only_out: bool = False) -> list[Tensor]:
