@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import types
 from collections.abc import Callable
 from typing import Any
@@ -114,7 +115,7 @@ class TestP1WritesBesideAnArgument:
             with pytest.raises(ModifiedError, match="modifies in place a tensor that it captured"):
                 engine.checkpoint(body)(x)
 
-    @pytest.mark.parametrize("kind", ["function", "method"])
+    @pytest.mark.parametrize("kind", ["function", "method", "under a profiler"])
     def test_p1_captured_tensor_that_a_later_call_begins_to_change(
         self, engine: EagerEngine, x: Tensor, kind: str
     ) -> None:
@@ -129,16 +130,18 @@ class TestP1WritesBesideAnArgument:
                     h.add_(1)
                 return t.sum()
 
-            call = shift if kind == "function" else types.MethodType(shift, object())
+            call = types.MethodType(shift, object()) if kind == "method" else shift
             total = remat.region(call, "shift", recompute=False)()
             return torch.exp(h) * total
 
         call = engine.checkpoint(body)
         for _ in range(2):
             call(x).sum().backward()
-        for message in ("which it did not do before", "recomputed code reads that tensor afterwards"):
-            with pytest.raises(ModifiedError, match=message):
-                call(x)
+        profiled = torch.profiler.profile() if kind == "under a profiler" else contextlib.nullcontext()
+        with profiled:
+            for message in ("which it did not do before", "recomputed code reads that tensor afterwards"):
+                with pytest.raises(ModifiedError, match=message):
+                    call(x)
         assert counts == 4
 
     @pytest.mark.parametrize("second", [True, False])

@@ -175,13 +175,12 @@ class ForwardFrame(Frame):
         tape.order.append(record)
         if events.region_started.listeners:
             events.region_started(tape, record)
-        if self.wraps:
-            function = wrapped(function, tape, record, False)
+        run = wrapped(function, tape, record, False) if self.wraps else function
         if recompute:
             if self.observer is not None and self.pair is not None:
                 self._pack_arguments(args, kwargs)
-            return function(*args, **kwargs)
-        return self._call_save(function, record, step, args, kwargs)
+            return run(*args, **kwargs)
+        return self._call_save(function, run, record, step, args, kwargs)
 
     def _next_step(self, record: Region) -> Step | None:
         """What the plans say about the region starting now; None when none fits."""
@@ -245,7 +244,7 @@ class ForwardFrame(Frame):
                 output.data = copy
                 output.cloned = record.cloned = True
 
-    def _call_save(self, function: Any, record: Region, step: Step | None, args: Any, kwargs: Any) -> Any:
+    def _call_save(self, function: Any, run: Any, record: Region, step: Step | None, args: Any, kwargs: Any) -> Any:
         observer = self.observer
         top = top_hooks()
         ours_on_top = top is not None and top[0] is self.hook
@@ -270,7 +269,7 @@ class ForwardFrame(Frame):
             self.captures = record.name if step.captures else self.captures
             captured = None if step.captures else CapturedVersions(function)
         else:
-            function = unobserved_writes(self.tape, record.name, arguments, self.forget).around(function)
+            run = unobserved_writes(self.tape, record.name, arguments, self.forget).around(run)
         if ours_on_top:
             pop_hooks()
         if saves is not None:
@@ -281,7 +280,7 @@ class ForwardFrame(Frame):
         self.phase.inside = False
         try:
             try:
-                result = function(*args, **kwargs)
+                result = run(*args, **kwargs)
             finally:
                 self.inert -= 1
                 self.phase.inside = self.inert == 0
